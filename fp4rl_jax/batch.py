@@ -1,0 +1,71 @@
+"""What the two sides exchange: rollouts going one way, training batches made from them.
+
+Layout of every [B, T] array: `T = prompt_width + completion_width`. Columns before
+`prompt_width` hold the prompt, LEFT-padded; the columns from there on hold the completion,
+right-padded. The last prompt token is therefore always in column `prompt_width - 1`, a sequence
+has no hole, and rows `p * group_size .. (p + 1) * group_size - 1` share prompt `p`.
+"""
+
+from typing import Any
+
+from flax import struct
+
+from fp4rl_jax.arrays import Array, PyTree
+
+
+@struct.dataclass
+class Rollouts:
+    """What a sampler returns.
+
+    Attributes:
+        tokens: [B, T] int32.
+        token_mask: [B, T] bool, True on real tokens, prompt and completion alike.
+        loss_mask: [B, T] bool, True on sampled tokens (the stop token included).
+        rollout_logprobs: [B, T] float32, nats, at the sampling temperature; 0 off `loss_mask`.
+            `rollout_logprobs[b, t]` scores `tokens[b, t]`.
+        finished: [B] bool, True where the row ended by a stop token, not by its length limit.
+        params_version: [] int32, the version that every token of the batch was sampled from.
+        guidance: what the rollout spec's `capture` asked for, or None.
+        stats: per-site quantization statistics of the sampler, or an empty dict.
+        prompt_width: static, columns of the prompt part.
+        group_size: static, completions per prompt.
+        provenance: static, sorted (key, value) strings: recipe, dtype, order, implementations.
+    """
+
+    tokens: Array
+    token_mask: Array
+    loss_mask: Array
+    rollout_logprobs: Array
+    finished: Array
+    params_version: Array
+    guidance: PyTree = None
+    stats: PyTree = struct.field(default_factory=dict)
+    prompt_width: int = struct.field(pytree_node=False, default=0)
+    group_size: int = struct.field(pytree_node=False, default=1)
+    provenance: tuple[tuple[str, Any], ...] = struct.field(pytree_node=False, default=())
+
+
+@struct.dataclass
+class TrainBatch:
+    """What an algorithm's `prepare` makes of rollouts and rewards, and a train step consumes.
+
+    Attributes:
+        tokens, token_mask, loss_mask, rollout_logprobs: as in `Rollouts`.
+        advantages: [B] float32, broadcast over T only in the loss.
+        old_logprobs: [B, T] float32, the trainer's at the rollout's version; None on the first
+            update of a rollout, where they equal the current ones by definition (ratio 1).
+        ref_logprobs: [B, T] float32, a frozen reference's, or None without a KL term.
+        guidance: the rollout's, passed on as `hint`.
+        prompt_width, group_size: static, as in `Rollouts`.
+    """
+
+    tokens: Array
+    token_mask: Array
+    loss_mask: Array
+    rollout_logprobs: Array
+    advantages: Array
+    old_logprobs: Array | None = None
+    ref_logprobs: Array | None = None
+    guidance: PyTree = None
+    prompt_width: int = struct.field(pytree_node=False, default=0)
+    group_size: int = struct.field(pytree_node=False, default=1)

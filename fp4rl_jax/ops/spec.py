@@ -1,0 +1,99 @@
+"""Static descriptions of what a matmul does to its operands, and of one side of the RL loop.
+
+Everything here is a frozen, hashable dataclass: equal by value, printable, safe as a static
+argument of `jax.jit`. Trainer and rollout each get their own `Side`; any pair is legal.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from fp4rl_jax.arrays import check_name, unknown_name
+from fp4rl_jax.quantizers import Quantizer
+
+Backward = Literal["requantized", "reused", "dequantized", "high_precision"]
+Order = Literal["free", "fixed"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatmulSpec:
+    """What one matmul `y = x @ w.T` does to its operands.
+
+    Attributes:
+        weight, act, grad: quantizers of w, x and dy; None leaves the operand unquantized.
+        residual: the rollout's residual correction, or None.
+        backward: which operands the two gradient matmuls use. `dequantized` is the plain
+            straight-through estimator: dx = dy @ DQ(w), dw = dy.T @ DQ(x).
+    """
+
+    weight: Quantizer | None = None
+    act: Quantizer | None = None
+    grad: Quantizer | None = None
+    residual: None = None
+    backward: Backward = "dequantized"
+
+
+#: The spec of a matmul that is never quantized (head, router).
+HIGH_PRECISION = MatmulSpec()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SideSpec:
+    """What a recipe says about one side: ordered rules from site patterns to matmul specs.
+
+    Attributes:
+        rules: (pattern, spec) pairs; patterns are shell-style over site names and the first
+            match wins. A site that no rule matches stays unquantized.
+        kv: quantizer of the KV cache, or None.
+        capture: names of sites whose quantization outcomes the rollout records.
+    """
+
+    rules: tuple[tuple[str, MatmulSpec], ...] = ()
+    kv: Quantizer | None = None
+    capture: tuple[str, ...] = ()
+
+    def resolve(self, sites: Sequence[str]) -> "SiteSpecs":
+        """Gives every site its spec.
+
+        Raises:
+            ValueError: a pattern matches no site of this model; the message lists the sites.
+        """
+        for pattern, _ in self.rules:
+            if not any(fnmatchcase(site, pattern) for site in sites):
+                raise unknown_name("site pattern (it matches no site of this model)", pattern, sites)
+        first = {
+            site: next((s for p, s in self.rules if fnmatchcase(site, p)), HIGH_PRECISION)
+            for site in sites
+        }
+        return SiteSpecs(items=tuple(first.items()))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SiteSpecs:
+    """A hashable mapping from site name to MatmulSpec, one entry for every site of a model."""
+
+    items: tuple[tuple[str, MatmulSpec], ...]
+
+    def __getitem__(self, site: str) -> MatmulSpec:
+        known = dict(self.items)
+        return known[check_name("site", site, known)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Side:
+    """One side of the loop (trainer or rollout), complete and static: the argument of `forward`.
+
+    Attributes:
+        specs: the resolved spec of every site.
+        dtype: activations and unquantized operands, "bfloat16" or "float32". Norms, softmax,
+            router scores, logits and accumulators are float32 on both.
+        order: "free" (fastest) or "fixed" (a row's result does not depend on the other rows or
+            on how many there are).
+        kv: quantizer of the KV cache, or None.
+    """
+
+    specs: SiteSpecs
+    dtype: str = "bfloat16"
+    order: Order = "free"
+    kv: Quantizer | None = None
