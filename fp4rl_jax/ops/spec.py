@@ -63,8 +63,7 @@ class SideSpec:
             if not any(fnmatchcase(site, pattern) for site in sites):
                 raise unknown_name("site pattern (it matches no site of this model)", pattern, sites)
         first = {
-            site: next((s for p, s in self.rules if fnmatchcase(site, p)), HIGH_PRECISION)
-            for site in sites
+            site: next((s for p, s in self.rules if fnmatchcase(site, p)), HIGH_PRECISION) for site in sites
         }
         return SiteSpecs(items=tuple(first.items()))
 

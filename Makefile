@@ -1,0 +1,41 @@
+# `make demo` and `make test` are all there is to set up: each makes .venv first when it is missing.
+# PYTHON=/path/to/python chooses the interpreter that a new .venv is made with.
+
+.DEFAULT_GOAL := help
+.PHONY: help venv venv-tasks demo test test-all compare lint clean
+
+BIN := .venv/bin
+export PYTHON
+
+help:           ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
+
+venv:           ## make .venv with the pinned packages (extras run and dev); once
+	@sh tools/make_venv.sh
+
+venv-tasks:
+	@sh tools/make_venv.sh tasks
+
+demo: venv      ## show what the project does, on two CPU cores
+	$(BIN)/fp4rl formats
+
+test: venv      ## the tests of every mechanism, in minutes, without a network
+	$(BIN)/pytest -m "not slow and not gpu"
+
+test-all: venv-tasks models/smollm2  ## every test that needs no GPU; fetches SmolLM2-135M once
+	$(BIN)/pytest -m "not gpu"
+
+models/smollm2: | venv
+	$(BIN)/fp4rl fetch smollm2
+
+compare: venv models/smollm2  ## train the five recipes side by side, into docs/RESULTS.md
+	$(BIN)/python benchmarks/compare_recipes.py
+
+lint: venv      ## ruff (format and rules), pyright, import ranks
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/pytest -q tests/layering_test.py
+
+clean:          ## remove .venv and caches; keeps models/ and runs/
+	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis *.egg-info

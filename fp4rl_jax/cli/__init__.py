@@ -1,0 +1,53 @@
+"""The command line: `fp4rl SUBCOMMAND ...`. Every public file of this folder is a subcommand.
+
+A subcommand file has `SUMMARY`, one line for the list, and `main(argv) -> int`, which defines its own
+flags (see `_flags`), does the work and returns the exit code. There is no list to edit.
+"""
+
+import ast
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fp4rl_jax import plugins
+from fp4rl_jax.arrays import unknown_name
+from fp4rl_jax.cli._flags import Done
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand and returns its exit code: 0 done, 2 for a mistake in what was asked.
+
+    Args:
+        argv: the words after `fp4rl`; those of the process when None.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    folder = sys.modules[__name__]
+    known = plugins.names(folder)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage(known))
+        return 0 if words else 2
+    if words[0] not in known:
+        print(f"fp4rl: {unknown_name('subcommand', words[0], known)}", file=sys.stderr)
+        return 2
+    subcommand = importlib.import_module(f"{__name__}.{words[0]}")
+    try:
+        return subcommand.main(words[1:])
+    except Done as done:
+        return done.code
+
+
+def usage(known: Sequence[str]) -> str:
+    """The list of subcommands with their summaries, read from the files without importing them."""
+    width = max((len(name) for name in known), default=0)
+    lines = [f"  {name:<{width}}  {_summary(name)}" for name in known]
+    head = "usage: fp4rl SUBCOMMAND [flags]\n\nReinforcement-learning post-training with FP4 rollouts.\n"
+    return "\n".join([head, *lines, "", "fp4rl SUBCOMMAND --help lists the flags of one."])
+
+
+def _summary(name: str) -> str:
+    tree = ast.parse((Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and [getattr(t, "id", None) for t in node.targets] == ["SUMMARY"]:
+            return ast.literal_eval(node.value)
+    raise ValueError(f"fp4rl_jax/cli/{name}.py has no SUMMARY")

@@ -1,0 +1,70 @@
+"""What subcommands share: their own flag sets, and a configuration from `--config` and `--set`.
+
+    fp4rl train --config configs/base/tiny.toml --config configs/recipes/qat_w4a4.toml \
+        --set trainer.optim.lr=5e-7 --dry_run
+
+Each subcommand makes a fresh `FlagValues`, so no flag is global and none leaks between subcommands.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+
+from fp4rl_jax import config
+
+
+class Done(Exception):
+    """The command line was answered while it was parsed (help, a mistake); `code` is the exit code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+def config_flags() -> flags.FlagValues:
+    """A flag set with `--config` and `--set` (both repeatable) and `--dry_run`."""
+    values = flags.FlagValues()
+    flags.DEFINE_multi_string(
+        "config", [], "a TOML file, or a run's config.json; repeatable, later wins", flag_values=values
+    )
+    flags.DEFINE_multi_string(
+        "set", [], "key.path=value over the files; repeatable, later wins", flag_values=values
+    )
+    flags.DEFINE_bool(
+        "dry_run", False, "print the resolved configuration as JSON and stop", flag_values=values
+    )
+    return values
+
+
+def parse(values: flags.FlagValues, argv: Sequence[str], *, name: str, summary: str) -> list[str]:
+    """Parses `argv` into `values` and returns the words that are not flags.
+
+    Raises:
+        Done: `--help` was asked for (code 0), or a flag is unknown or malformed (code 2).
+    """
+    if {"--help", "-h", "-help"} & set(argv):
+        print(f"fp4rl {name}: {summary}\n\n{values.get_help(include_special_flags=False)}")
+        raise Done(0)
+    try:
+        return values([f"fp4rl {name}", *argv], known_only=False)[1:]
+    except flags.Error as error:
+        print(f"fp4rl {name}: {error}", file=sys.stderr)
+        raise Done(2) from error
+
+
+def load_config(values: flags.FlagValues, *, name: str) -> config.Config:
+    """The configuration that `--config` and `--set` give, built and validated.
+
+    Raises:
+        Done: it is wrong (code 2, one line on stderr), or `--dry_run` printed it (code 0).
+    """
+    try:
+        resolved = config.load(values["config"].value or (), values["set"].value or ())
+    except config.ConfigError as error:
+        print(f"fp4rl {name}: {error}", file=sys.stderr)
+        raise Done(2) from error
+    if values["dry_run"].value:
+        print(config.dump(resolved), end="")
+        raise Done(0)
+    return resolved

@@ -1,0 +1,60 @@
+"""What every test shares: eight simulated devices, seeds from test names, and skips with reasons."""
+
+import importlib.util
+import zlib
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+# Sharding tests run on simulated devices. The number is fixed before jax first starts its CPU
+# client, so that a test's result does not depend on which tests ran before it.
+jax.config.update("jax_num_cpu_devices", 8)
+
+ROOT = Path(__file__).parent.parent
+SMOLLM2 = ROOT / "models" / "smollm2"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what this machine cannot run, each with its reason."""
+    for item in items:
+        for mark, reason in _missing(item):
+            item.add_marker(pytest.mark.skip(reason=f"{mark}: {reason}"))
+
+
+def _missing(item: pytest.Item) -> list[tuple[str, str]]:
+    reasons = []
+    if item.get_closest_marker("gpu") and not _has_gpu():
+        reasons.append(("gpu", "jax sees no GPU here"))
+    if item.get_closest_marker("smollm2") and not any(SMOLLM2.glob("*")):
+        reasons.append(("smollm2", "models/smollm2 is absent; run `fp4rl fetch smollm2`"))
+    if item.get_closest_marker("tasks") and not _has_tasks():
+        reasons.append(("tasks", "reasoning_gym or math_verify is not installed; run `make venv-tasks`"))
+    return reasons
+
+
+def _has_gpu() -> bool:
+    return any(device.platform == "gpu" for device in jax.devices())
+
+
+def _has_tasks() -> bool:
+    return all(importlib.util.find_spec(name) for name in ("reasoning_gym", "math_verify"))
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A seed of the test's own, the same in every run: the CRC of its name."""
+    return zlib.crc32(request.node.nodeid.encode())
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    """A numpy generator seeded from the test's name."""
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def key(seed: int) -> jax.Array:
+    """A typed jax key seeded from the test's name."""
+    return jax.random.key(seed)
