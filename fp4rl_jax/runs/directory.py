@@ -1,0 +1,211 @@
+"""A run's folder: who may open it, what is in it, and how it is put back for a resume."""
+
+import fcntl
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from fp4rl_jax.runs import files
+from fp4rl_jax.runs.checkpoints import Checkpointer
+from fp4rl_jax.runs.config import RunConfig
+from fp4rl_jax.runs.errors import (
+    ConfigMismatchError,
+    RunBusyError,
+    RunError,
+    RunExistsError,
+    RunNotFoundError,
+    storage_errors,
+)
+from fp4rl_jax.runs.metrics import MetricsWriter
+
+log = logging.getLogger(__name__)
+
+#: Dotted keys that a resumed run may change; a trailing ".*" allows a whole section.
+MAY_CHANGE = ("loop.steps", "run.*")
+
+CONFIG, MANIFEST = "config.json", "manifest.json"
+METRICS, EVALS, TRANSCRIPTS = "metrics.jsonl", "evals.jsonl", "transcripts.jsonl"
+
+
+class RunDirectory:
+    """One run on disk, held by this process until `close`.
+
+    Make one with `open`; then restore from `checkpoints` if `resumed`, call `start(step)`, and use
+    `metrics`, `transcripts` and `evals` until `close`. Usable as a context manager.
+
+    Attributes:
+        path: the folder.
+        config: the `run` section it was opened with.
+        resumed: whether it held a run already.
+        checkpoints: its `Checkpointer`.
+        metrics: the metrics writer; there after `start`.
+    """
+
+    metrics: MetricsWriter
+
+    def __init__(self, config: RunConfig, *, resumed: bool, lock: int):
+        self.path = config.path
+        self.config = config
+        self.resumed = resumed
+        self._lock = lock
+        self._open: list[Any] = []
+        self.checkpoints = Checkpointer(
+            self.path / "checkpoints", keep_last=config.keep_last, keep_best=config.keep_best
+        )
+
+    @classmethod
+    def open(
+        cls, config: RunConfig, *, resolved: Mapping[str, Any], may_change: Iterable[str] = MAY_CHANGE
+    ) -> Self:
+        """Opens the folder of `config` for a new run or for a resumed one, as `config.resume` says.
+
+        Args:
+            config: the `run` section.
+            resolved: the whole configuration as plain JSON values; saved as config.json.
+            may_change: dotted keys in which a resumed run may differ from the saved one.
+
+        Raises:
+            RunExistsError, RunNotFoundError: the folder is not as `config.resume` needs it.
+            RunBusyError: another live process holds it.
+            ConfigMismatchError: the saved configuration differs elsewhere; the keys are listed.
+            StorageError: the folder cannot be made or written.
+        """
+        path = config.path
+        if config.resume == "must" and not (path / CONFIG).exists():
+            raise RunNotFoundError(f'{path} holds no run to resume (run.resume="must")')
+        plain = files.plain_value(resolved)
+        with storage_errors(path, doing="make the run folder"):
+            path.mkdir(parents=True, exist_ok=True)
+        lock = _lock(path)
+        try:
+            resumed = (path / CONFIG).exists()
+            if resumed and config.resume == "never":
+                raise RunExistsError(
+                    f'{path} already holds a run: set run.resume="auto" to continue it, or change run.name'
+                )
+            if resumed:
+                require_same_config(files.read_json(path / CONFIG), plain, path=path, may_change=may_change)
+            files.write_atomically(path / CONFIG, files.dump_json(plain))
+        except RunError:
+            os.close(lock)
+            raise
+        return cls(config, resumed=resumed, lock=lock)
+
+    def start(self, step: int) -> None:
+        """Puts the records back to `step` steps done and opens them for appending.
+
+        Everything of step `step` and later is cut off, so that the files are what an uninterrupted
+        run would have at this point; evaluations of the state at `step` itself are kept.
+        """
+        for name in (METRICS, TRANSCRIPTS):
+            dropped = files.keep_lines(self.path / name, lambda record: record["step"] < step)
+            if dropped:
+                log.info("%s: %d lines of step %d and later dropped", self.path / name, dropped, step)
+        files.keep_lines(self.path / EVALS, lambda record: record["step"] <= step)
+        self.metrics = MetricsWriter(self.path, start=step, tensorboard=self.config.tensorboard)
+        self._transcripts = files.JsonLines(self.path / TRANSCRIPTS)
+        self._open = [self.metrics, self._transcripts]
+
+    def write_transcripts(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Appends sampled completions of `step`.
+
+        Args:
+            step: the step they were sampled in.
+            samples: objects with `prompt`, `completion`, `reward`, `reward_parts` and
+                `logprob_gap_max`, as docs/RUNS.md lists them.
+        """
+        for sample in samples:
+            self._transcripts.append({"step": step, **sample})
+
+    def write_eval(self, step: int, name: str, values: Mapping[str, Any]) -> None:
+        """Records an evaluation of the state after `step` steps; one of that step and name is replaced.
+
+        Args:
+            step: steps done.
+            name: what was evaluated, e.g. "before" or "after".
+            values: `metric` (e.g. "pass@1"), `value`, `low`, `high` (a 95 % interval), `count`.
+        """
+        path = self.path / EVALS
+        files.keep_lines(path, lambda record: (record["step"], record.get("name")) != (step, name))
+        lines = files.JsonLines(path)
+        lines.append({"step": step, "name": name, **values})
+        lines.close()
+
+    def write_manifest(self, manifest: Mapping[str, Any]) -> None:
+        """Saves manifest.json; what an earlier start of the same run wrote moves to `earlier_starts`."""
+        path = self.path / MANIFEST
+        earlier = []
+        if path.exists():
+            saved = files.read_json(path)
+            earlier = [*saved.pop("earlier_starts", []), saved]
+        files.write_atomically(
+            path, files.dump_json({**files.plain_value(manifest), "earlier_starts": earlier})
+        )
+
+    def close(self) -> None:
+        """Closes every file and gives the folder free. A second call does nothing."""
+        for item in self._open:
+            item.close()
+        self._open = []
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def require_same_config(
+    saved: Mapping[str, Any], new: Mapping[str, Any], *, path: Path, may_change: Iterable[str] = MAY_CHANGE
+) -> None:
+    """Refuses to resume under another configuration.
+
+    Raises:
+        ConfigMismatchError: lists each differing dotted key with both values.
+    """
+    allowed = tuple(may_change)
+    found = [item for item in config_differences(saved, new) if not _allowed(item[0], allowed)]
+    if found:
+        shown = "; ".join(f"{key}: saved {old!r}, now {now!r}" for key, old, now in found)
+        raise ConfigMismatchError(f"cannot resume {path} under another configuration: {shown}")
+
+
+def config_differences(saved: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(dotted key, saved value, new value) of every difference, by key; an absent value is None."""
+    old, now = flatten(saved), flatten(new)
+    return [(key, old.get(key), now.get(key)) for key in sorted({*old, *now}) if old.get(key) != now.get(key)]
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of a nested mapping; lists are values."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _allowed(key: str, patterns: Sequence[str]) -> bool:
+    return any(key == p or (p.endswith(".*") and key.startswith(p[:-1])) for p in patterns)
+
+
+def _lock(path: Path) -> int:
+    """Takes the folder's lock, which the kernel gives free when the process ends, however it ends."""
+    with storage_errors(path, doing="lock the run folder"):
+        descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise RunBusyError(f"{path} is in use by another live process") from None
+    except OSError as error:
+        os.close(descriptor)
+        raise RunError(f"{path} cannot be locked: {error.strerror}") from None
+    return descriptor

@@ -1,0 +1,31 @@
+"""Exit codes of `fp4rl train` and of every other subcommand.
+
+A supervisor restarts the command on `SAVED_PLEASE_RESTART` and on nothing else.
+"""
+
+OK = 0
+#: Anything unforeseen: a traceback is printed.
+FAILURE = 1
+#: The command line or the configuration is wrong; nothing was started.
+USAGE = 2
+#: The run folder cannot be used: it exists, is missing, is busy, or its config differs.
+RUN = 3
+#: No checkpoint is sound, or the sound one belongs to another model.
+CHECKPOINT = 4
+#: Disk full, quota, read-only folder, failing disk.
+STORAGE = 5
+#: Too many non-finite updates in a row; the message names the last good checkpoint.
+NON_FINITE = 6
+#: SIGTERM or SIGINT arrived, the state was saved: start the same command with `run.resume="must"`.
+SAVED_PLEASE_RESTART = 75
+
+MEANINGS = {
+    OK: "finished",
+    FAILURE: "unforeseen failure, with a traceback",
+    USAGE: "wrong command line or configuration; nothing was started",
+    RUN: "the run folder cannot be used (exists, missing, busy, or another config)",
+    CHECKPOINT: "no sound checkpoint, or one of another model",
+    STORAGE: "the disk refused (full, quota, read-only, failing)",
+    NON_FINITE: "too many non-finite updates in a row",
+    SAVED_PLEASE_RESTART: "interrupted by a signal and saved: please restart",
+}

@@ -1,0 +1,137 @@
+"""Progress of a run: a bar on a terminal, a plain line a step elsewhere."""
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import IO, Any, Literal, Protocol
+
+from fp4rl_jax.runs.errors import missing_extra
+
+_SHOWN = ("reward_mean", "mismatch_kl", "logprob_gap_max", "tokens_per_second")
+
+
+class Progress(Protocol):
+    """What the loop tells its user's terminal."""
+
+    def advance(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Shows that `step` is done."""
+        ...
+
+    def message(self, text: str) -> None:
+        """Prints a line that stays."""
+        ...
+
+    def close(self) -> None:
+        """Leaves the terminal as a plain one."""
+        ...
+
+
+def make_progress(
+    mode: Literal["auto", "bar", "lines", "off"], *, total: int, start: int = 0, stream: IO[str] | None = None
+) -> Progress:
+    """The progress display of a run.
+
+    Args:
+        mode: "auto" is "bar" on a terminal and "lines" elsewhere.
+        total: steps that the run will have had at its end.
+        start: steps done already.
+        stream: where to write; standard error by default.
+
+    Raises:
+        MissingExtraError: a bar is wanted and rich is not installed.
+    """
+    stream = stream or sys.stderr
+    if mode == "auto":
+        mode = "bar" if stream.isatty() else "lines"
+    if mode == "bar":
+        return _Bar(total, start, stream)
+    return _Lines(total, start, stream if mode == "lines" else None)
+
+
+def summary(metrics: Mapping[str, Any]) -> str:
+    """The few numbers of a step that fit on a line; those that are absent are left out."""
+    shown = [(key, metrics[key]) for key in _SHOWN if isinstance(metrics.get(key), int | float)]
+    return "  ".join(f"{key} {value:.4g}" for key, value in shown)
+
+
+class Rate:
+    """Seconds a step and the time left, from the steps seen so far, the first one apart.
+
+    The first step compiles, so it tells nothing about the ones to come unless it is the only one.
+    """
+
+    def __init__(self, total: int, start: int):
+        self._total, self._done, self._first = total, start, start
+        self._began = self._settled = time.monotonic()
+
+    def advance(self, step: int) -> None:
+        """Notes that `step` is done."""
+        self._done = step + 1
+        if self._done == self._first + 1:
+            self._settled = time.monotonic()
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean wall-clock seconds of a step."""
+        steps, since = self._done - self._first, self._began
+        if steps > 1:
+            steps, since = steps - 1, self._settled
+        return (time.monotonic() - since) / max(steps, 1)
+
+    @property
+    def left(self) -> str:
+        """The time left as h:mm:ss."""
+        seconds = round(self.step_seconds * max(self._total - self._done, 0))
+        return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+
+
+class _Lines:
+    """One plain line a step."""
+
+    def __init__(self, total: int, start: int, stream: IO[str] | None):
+        self._total, self._stream, self._rate = total, stream, Rate(total, start)
+
+    def advance(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._rate.advance(step)
+        pace = f"{self._rate.step_seconds:.2f} s/step  left {self._rate.left}"
+        self.message(f"step {step + 1}/{self._total}  {summary(metrics)}  {pace}")
+
+    def message(self, text: str) -> None:
+        if self._stream is not None:
+            print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class _Bar:
+    """A rich bar with rate, time left and the step's main numbers."""
+
+    def __init__(self, total: int, start: int, stream: IO[str]):
+        try:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        except ImportError:
+            raise missing_extra("rich", extra="run", purpose="a progress bar") from None
+        self._rate = Rate(total, start)
+        self._bar = Progress(
+            TextColumn("[bold]step"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[pace]}"),
+            TextColumn("{task.fields[numbers]}"),
+            console=Console(file=stream),
+        )
+        self._task = self._bar.add_task("step", total=total, completed=start, pace="", numbers="")
+        self._bar.start()
+
+    def advance(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._rate.advance(step)
+        pace = f"{self._rate.step_seconds:.2f} s/step, {self._rate.left} left"
+        self._bar.update(self._task, completed=step + 1, pace=pace, numbers=summary(metrics))
+
+    def message(self, text: str) -> None:
+        self._bar.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._bar.stop()

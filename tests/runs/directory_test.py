@@ -1,0 +1,161 @@
+"""The run folder: who may open it, and its records after a resume."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+from fp4rl_jax import runs
+from fp4rl_jax.runs import files
+
+
+def open_run(root, *, resume="never", **resolved):
+    config = runs.RunConfig(root=str(root), name="a", resume=resume, tensorboard="off")
+    return runs.RunDirectory.open(
+        config, resolved=resolved or {"loop": {"steps": 4}, "trainer": {"lr": 1e-3}}
+    )
+
+
+def test_a_new_run_is_refused_where_one_lives(tmp_path):
+    open_run(tmp_path).close()
+    with pytest.raises(runs.RunExistsError, match=f"{tmp_path}/a already holds a run"):
+        open_run(tmp_path)
+    with open_run(tmp_path, resume="auto") as run:
+        assert run.resumed
+
+
+def test_resuming_needs_a_run(tmp_path):
+    with pytest.raises(runs.RunNotFoundError, match=f"{tmp_path}/a holds no run"):
+        open_run(tmp_path, resume="must")
+    assert not (tmp_path / "a").exists()
+
+
+def test_two_processes_never_share_a_run(tmp_path):
+    with open_run(tmp_path):
+        with pytest.raises(runs.RunBusyError, match="in use by another live process"):
+            open_run(tmp_path, resume="auto")
+    open_run(tmp_path, resume="auto").close()
+
+
+def test_a_resume_lists_every_differing_key_and_allows_more_steps(tmp_path):
+    open_run(tmp_path).close()
+    with pytest.raises(runs.ConfigMismatchError) as caught:
+        open_run(tmp_path, resume="auto", loop={"steps": 9}, trainer={"lr": 2e-3, "clip": 1.0})
+    assert str(caught.value).endswith(
+        "under another configuration: trainer.clip: saved None, now 1.0; trainer.lr: saved 0.001, now 0.002"
+    )
+    open_run(tmp_path, resume="auto", loop={"steps": 9}, trainer={"lr": 1e-3}).close()
+    assert json.loads((tmp_path / "a/config.json").read_text())["loop"]["steps"] == 9
+
+
+def test_records_after_a_resume_are_byte_for_byte_those_of_an_uninterrupted_run(tmp_path):
+    def steps(run, span):
+        for step in span:
+            run.metrics.write(step, {"reward_mean": jnp.float32(0.1) * step, "loss": 0.0})
+            run.write_transcripts(step, [{"prompt": "1+1=", "completion": "2"}])
+
+    whole = open_run(tmp_path / "whole")
+    whole.start(0)
+    steps(whole, range(5))
+    whole.close()
+
+    first = open_run(tmp_path / "cut")
+    first.start(0)
+    steps(first, range(4))
+    first.close()
+    with open(tmp_path / "cut/a/metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 4, "rew')  # what a kill in the middle of a line leaves
+    second = open_run(tmp_path / "cut", resume="must")
+    second.start(2)
+    steps(second, range(2, 5))
+    second.close()
+    for name in ("metrics.jsonl", "transcripts.jsonl"):
+        assert (tmp_path / "cut/a" / name).read_bytes() == (tmp_path / "whole/a" / name).read_bytes()
+
+
+def test_an_evaluation_of_a_step_is_written_once(tmp_path):
+    with open_run(tmp_path) as run:
+        run.start(0)
+        run.write_eval(0, "before", {"metric": "pass@1", "value": 0.25})
+        run.write_eval(4, "after", {"metric": "pass@1", "value": 0.5})
+        run.write_eval(4, "after", {"metric": "pass@1", "value": 0.75})
+        assert [(r["step"], r["value"]) for r in files.read_lines(run.path / "evals.jsonl")] == [
+            (0, 0.25),
+            (4, 0.75),
+        ]
+        run.start(3)
+        assert [r["step"] for r in files.read_lines(run.path / "evals.jsonl")] == [0]
+
+
+def test_non_finite_metrics_are_null_and_named(tmp_path):
+    with open_run(tmp_path) as run:
+        run.start(0)
+        run.metrics.write(0, {"loss": float("nan"), "grad_norm": jnp.float32(jnp.inf), "reward_mean": 1})
+        line = (run.path / "metrics.jsonl").read_text()
+    assert json.loads(line) == {
+        "step": 0, "loss": None, "grad_norm": None, "reward_mean": 1, "nonfinite": ["grad_norm", "loss"],
+    }  # fmt: skip
+
+
+def test_steps_only_go_forward(tmp_path):
+    with open_run(tmp_path) as run:
+        run.start(3)
+        run.metrics.write(3, {})
+        with pytest.raises(runs.RecordError, match="metrics of step 3 come after those of step 3"):
+            run.metrics.write(3, {})
+
+
+def test_a_full_disk_cuts_the_half_line_off(tmp_path, monkeypatch):
+    with open_run(tmp_path) as run:
+        run.start(0)
+        run.metrics.write(0, {"reward_mean": 0.5})
+        before = (run.path / "metrics.jsonl").read_bytes()
+        write = os.write
+
+        def full(descriptor, data):
+            if len(data) > 8:
+                return write(descriptor, data[:8])
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(runs.StorageError, match="metrics.jsonl: no space left on the disk"):
+            run.metrics.write(1, {"reward_mean": 0.5})
+        monkeypatch.undo()
+        assert (run.path / "metrics.jsonl").read_bytes() == before
+        run.metrics.write(1, {"reward_mean": 0.5})
+
+
+def test_the_manifest_keeps_earlier_starts(tmp_path):
+    with open_run(tmp_path) as run:
+        for start_step in (0, 7):
+            manifest = runs.build_manifest(
+                seed=5, implementations={}, numerics={"order": "free"}, start_step=start_step
+            )
+            run.write_manifest(manifest)
+        saved = files.read_json(run.path / "manifest.json")
+    assert (saved["start_step"], [m["start_step"] for m in saved["earlier_starts"]]) == (7, [0])
+    assert (
+        saved["keys"]["seed"] == 5 and saved["versions"]["jax"] and saved["devices"][0]["platform"] == "cpu"
+    )
+
+
+def test_tensorboard_events_are_written(tmp_path):
+    pytest.importorskip("tensorboardX")
+    config = runs.RunConfig(root=str(tmp_path), name="a")
+    with runs.RunDirectory.open(config, resolved={}) as run:
+        run.start(0)
+        run.metrics.write(0, {"reward_mean": 0.5})
+        assert len(list((run.path / "tensorboard").iterdir())) == 1
+
+
+def test_the_package_needs_no_optional_package():
+    blocked = "import sys\nfor n in ('rich','tensorboardX','matplotlib','grain'): sys.modules[n] = None\n"
+    code = blocked + "from fp4rl_jax import runs; runs.make_progress('lines', total=1).close(); print('fine')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
+    assert done.stdout == "fine\n", done.stderr
+    code = blocked + "from fp4rl_jax import runs\nruns.make_progress('bar', total=1)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
+    assert "a progress bar needs rich: install the extra with pip install 'fp4rl_jax[run]'" in done.stderr
