@@ -40,12 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def usage(known: Sequence[str]) -> str:
     """The list of subcommands with their summaries, read from the files without importing them."""
     width = max((len(name) for name in known), default=0)
-    lines = [f"  {name:<{width}}  {_summary(name)}" for name in known]
+    lines = [f"  {name:<{width}}  {summary(name)}" for name in known]
     head = "usage: fp4rl SUBCOMMAND [flags]\n\nReinforcement-learning post-training with FP4 rollouts.\n"
     return "\n".join([head, *lines, "", "fp4rl SUBCOMMAND --help lists the flags of one."])
 
 
-def _summary(name: str) -> str:
+def summary(name: str) -> str:
+    """The `SUMMARY` line of a subcommand, read from its file without importing it."""
     tree = ast.parse((Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8"))
     for node in tree.body:
         if isinstance(node, ast.Assign) and [getattr(t, "id", None) for t in node.targets] == ["SUMMARY"]:

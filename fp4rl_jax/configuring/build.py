@@ -148,7 +148,7 @@ def _plain(value: Any, *, hint: Any) -> Any:
 
 def _show(value: Any) -> str:
     if isinstance(value, Word):
-        return repr(value.text if not isinstance(value.value, str) else value.value)
+        return repr(value.text)
     return f"{type(value).__name__} {value!r}"
 
 

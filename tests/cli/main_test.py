@@ -1,0 +1,44 @@
+"""`fp4rl`: subcommands found by folder, the list of them, and answers to mistakes."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from fp4rl_jax import cli, plugins
+
+
+def test_help_lists_every_subcommand_with_its_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in plugins.names(cli):
+        assert [line for line in lines if line.split()[:1] == [name] and len(line.split()) > 2], name
+
+
+def test_every_subcommand_has_a_one_line_summary_and_main() -> None:
+    for name in plugins.names(cli):
+        tree = ast.parse((Path(cli.__file__).parent / f"{name}.py").read_text())
+        assert "main" in [node.name for node in tree.body if isinstance(node, ast.FunctionDef)], name
+        assert "\n" not in cli.summary(name)
+
+
+def test_an_unknown_subcommand_gets_the_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explian"]) == 2
+    assert "unknown subcommand 'explian': did you mean 'explain'?" in capsys.readouterr().err
+
+
+def test_no_subcommand_prints_the_list_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "usage: fp4rl SUBCOMMAND" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", plugins.names(cli))
+def test_every_subcommand_answers_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--help"]) == 0
+    assert f"fp4rl {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", plugins.names(cli))
+def test_every_subcommand_refuses_an_unknown_flag(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--no_such_flag=1"]) == 2
+    assert "no_such_flag" in capsys.readouterr().err
