@@ -12,7 +12,7 @@ set -eu
 cd "$(dirname "$0")/.."
 
 pip_install() {
-    .venv/bin/python -m pip --disable-pip-version-check --no-input install --quiet "$@"
+    .venv/bin/python -m pip --disable-pip-version-check --no-input install -qq "$@"
 }
 
 fingerprint() {
@@ -35,7 +35,7 @@ make_base() {
     echo "Installing requirements.lock into .venv (once; a few minutes on a slow line)" >&2
     pip_install --no-deps -r requirements.lock
     pip_install --no-deps --no-build-isolation --editable .
-    .venv/bin/python -m pip --disable-pip-version-check check >&2
+    .venv/bin/python -m pip --disable-pip-version-check check >/dev/null
     echo "$wanted" > .venv/installed-base
 }
 

@@ -53,7 +53,7 @@ def build(cls: type, values: Mapping[str, Any], *, path: str = "") -> Any:
     try:
         return cls(**built)
     except ValueError as error:  # a dataclass that refuses its own values in __post_init__
-        raise ConfigError(f"{path}: {error}" if path else str(error)) from error
+        raise located(path, error) from error
 
 
 def _build_field(field: dataclasses.Field[Any], hint: Any, value: Any, *, path: str) -> Any:
@@ -170,6 +170,12 @@ def describe(hint: Any) -> str:
     return getattr(hint, "__name__", str(hint))
 
 
+def located(path: str, error: ValueError) -> ConfigError:
+    """`error` as a ConfigError that begins with `path`, unless its text already does."""
+    text = str(error)
+    return ConfigError(text if text.startswith(path) else f"{path}: {text}")
+
+
 def join(path: str, key: str) -> str:
     """The dotted path of `key` inside the section `path` ("" for the root)."""
     return f"{path}.{key}" if path else key
@@ -218,4 +224,4 @@ def validate(section: Any, *, root: Any, path: str = "") -> None:
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise located(path, error) from error
