@@ -11,11 +11,14 @@ from typing import Any
 
 from fp4rl_jax.configuring import ConfigError, build, merge, parse_override, read_file, to_plain
 from fp4rl_jax.configuring import validate as validate_sections
+from fp4rl_jax.runs.config import RunConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """Everything that a run is made of; frozen, hashable, equal by value."""
+
+    run: RunConfig = RunConfig()
 
 
 def load(files: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:

@@ -8,11 +8,13 @@ Knows dataclasses and plug-in folders, and nothing of what is configured. Read i
 from fp4rl_jax.configuring.build import build, to_plain, validate
 from fp4rl_jax.configuring.errors import ConfigError
 from fp4rl_jax.configuring.plugin import Plugin, plugin_section
+from fp4rl_jax.configuring.sides import RecipeSection
 from fp4rl_jax.configuring.sources import Word, merge, parse_override, read_file
 
 __all__ = [
     "ConfigError",
     "Plugin",
+    "RecipeSection",
     "Word",
     "build",
     "merge",

@@ -31,8 +31,7 @@ def build(cls: type, values: Mapping[str, Any], *, path: str = "") -> Any:
         ConfigError: an unknown key (with the nearest one), a missing value, or a type that does not
             fit; always with the dotted path.
     """
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{path}: expected a section with keys, got {_show(values)}")
+    values = section(values, path=path)
     if hasattr(cls, "from_values"):
         return cls.from_values(values, path=path)  # pyright: ignore[reportAttributeAccessIssue]
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
@@ -64,8 +63,7 @@ def _build_field(field: dataclasses.Field[Any], hint: Any, value: Any, *, path: 
 
 def build_plugin(package: str, values: Any, *, path: str, default: str | None = None) -> Plugin:
     """A `Plugin` from a section: `name` chooses the file, every other key is typed by its `Config`."""
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{path}: expected a section with a name, got {_show(values)}")
+    values = section(values, path=path)
     name = coerce(str, values.get("name", default), path=join(path, "name"))
     folder = importlib.import_module(package)
     if name not in plugins.names(folder):
@@ -170,6 +168,13 @@ def describe(hint: Any) -> str:
     return getattr(hint, "__name__", str(hint))
 
 
+def section(values: Any, *, path: str) -> Mapping[str, Any]:
+    """`values` if it is a mapping; ConfigError naming the path if a plain value stands in its place."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path}: expected a section with keys, got {_show(values)}")
+    return values
+
+
 def located(path: str, error: ValueError) -> ConfigError:
     """`error` as a ConfigError that begins with `path`, unless its text already does."""
     text = str(error)
@@ -185,9 +190,13 @@ def join(path: str, key: str) -> str:
 def to_plain(value: Any) -> Any:
     """`value` as nested dicts, lists and scalars: what JSON holds and `build` takes back.
 
+    A dataclass with a method `to_values` (the counterpart of `from_values`) gives its own.
+
     Raises:
         TypeError: a value of a type that a configuration cannot hold.
     """
+    if hasattr(value, "to_values"):
+        return value.to_values()
     if dataclasses.is_dataclass(value):
         return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
     if value is None or isinstance(value, bool | int | float | str):

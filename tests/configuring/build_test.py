@@ -189,7 +189,7 @@ def test_a_plugin_section_is_typed_by_the_files_own_config(toys: str) -> None:
         ({"name": "plain", "rank": 1}, "unknown config key 'toy.rank'"),
         ({"name": "fancy", "rank": "1"}, "toy.rank: expected int, got str '1'"),
         ({"name": 3}, "toy.name: expected str, got int 3"),
-        ("fancy", "toy: expected a section with a name, got str 'fancy'"),
+        ("fancy", "toy: expected a section with keys, got str 'fancy'"),
     ],
 )
 def test_a_plugin_section_refuses_with_the_nearest_name(toys: str, values: object, message: str) -> None:
