@@ -65,15 +65,17 @@ class Checkpointer:
     Args:
         root: the folder of the checkpoints; made when missing.
         keep_last: how many of the latest to keep, at least 1.
-        keep_best: whether the one with the highest `score` is kept besides.
+        keep_best: name of the metric whose highest `score` keeps one more; "" keeps none.
+        fingerprint: identifies the configuration that the checkpoints belong to; "" is not compared.
     """
 
-    def __init__(self, root: Path, *, keep_last: int = 2, keep_best: str = ""):
+    def __init__(self, root: Path, *, keep_last: int = 2, keep_best: str = "", fingerprint: str = ""):
         if keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, got {keep_last}")
         self.root = Path(root).absolute()
         self.keep_last = keep_last
         self.keep_best = keep_best
+        self.fingerprint = fingerprint
         self._passed_over: set[Path] = set()
         with storage_errors(self.root, doing="make the checkpoint folder"):
             self.root.mkdir(parents=True, exist_ok=True)
@@ -103,15 +105,20 @@ class Checkpointer:
         named, index = leaves.describe(state)
         final = self.root / f"{step:08d}"
         temporary = self.root / f"{step:08d}.tmp"
-        self._require_space(leaves.total_bytes(index))
         primary = jax.process_index() == 0
         if primary:
             self._clear_leftovers()
+        self._require_space(leaves.total_bytes(index))
         _barrier("fp4rl_checkpoint_begin")
         try:
             leaves.write(temporary / _STATE, named)
             if primary:
-                marker = {"step": step, "score": score, "score_name": self.keep_best}
+                marker = {
+                    "step": step,
+                    "score": score,
+                    "score_name": self.keep_best,
+                    "fingerprint": self.fingerprint,
+                }
                 self._commit(temporary, marker=marker, index=index, host=host)
                 self._move_into_place(temporary, final)
         except (StorageError, CheckpointError):
@@ -136,6 +143,7 @@ class Checkpointer:
         """
         path, passed_over = self._latest_sound(step)
         marker = commit.read(path)
+        self._require_fingerprint(path, marker)
         index = read_json(path / _LEAVES)
         differences = leaves.differences(index, template)
         if differences:
@@ -182,6 +190,15 @@ class Checkpointer:
                 found.append((int(match[1]), match[2] is None, path))
         return [(step, path) for step, _, path in sorted(found, reverse=True)]
 
+    def _require_fingerprint(self, path: Path, marker: Mapping[str, Any]) -> None:
+        """Refuses a sound checkpoint that another configuration wrote."""
+        saved = marker["fingerprint"]
+        if self.fingerprint and saved and saved != self.fingerprint:
+            raise WrongCheckpointError(
+                f"checkpoint {path} belongs to another configuration: "
+                f"fingerprint {saved[:12]}, expected {self.fingerprint[:12]}"
+            )
+
     def _require_space(self, needed: int) -> None:
         """Refuses before writing when the disk plainly cannot hold the state uncompressed."""
         free = shutil.disk_usage(self.root).free
@@ -215,33 +232,39 @@ class Checkpointer:
             shutil.rmtree(path, ignore_errors=True)
 
     def _prune(self, step: int) -> None:
-        """Deletes what the new checkpoint makes superfluous: renamed first, so never half there."""
-        sound = [(s, path) for s, path in self._candidates() if path not in self._passed_over]
-        keep = {
-            path
-            for _, path in [item for item in sound if item[0] <= step and item[1].suffix == ""][
-                : self.keep_last
-            ]
-        }
-        best = self._best([path for _, path in sound if path.suffix == ""])
-        keep |= {best} if best is not None else set()
-        for _, path in self._candidates():
+        """Deletes what the new checkpoint makes superfluous: renamed first, so never half there.
+
+        What lies after `step` belongs to a future that was rewound, and damaged ones count as none.
+        """
+        candidates = self._candidates()
+        sound = [
+            path for s, path in candidates if s <= step and path not in self._passed_over and not path.suffix
+        ]
+        keep = {*sound[: self.keep_last], *self._best(sound)}
+        for _, path in candidates:
             if path not in keep:
-                gone = path.with_name(f"{path.name}.gone")
-                path.rename(gone)
-                shutil.rmtree(gone, ignore_errors=True)
+                self._delete(path)
         self._passed_over.clear()
 
-    def _best(self, paths: list[Path]) -> Path | None:
-        """The folder with the highest score of the metric `keep_best`; the later of equals."""
+    def _delete(self, path: Path) -> None:
+        """Removes a superfluous checkpoint; the new one is safe already, so a refusal is only logged."""
+        gone = path.with_name(f"{path.name}.gone")
+        try:
+            path.rename(gone)
+            shutil.rmtree(gone)
+        except OSError as error:
+            log.warning("checkpoint %s is no longer needed and cannot be deleted: %s", path, error.strerror)
+
+    def _best(self, paths: list[Path]) -> list[Path]:
+        """The folder with the highest score of the metric `keep_best`, the later of equals; or none."""
         if not self.keep_best:
-            return None
+            return []
         scored = []
         for path in paths:
             marker = commit.read(path)
-            if marker.get("score") is not None and marker.get("score_name") == self.keep_best:
+            if marker["score"] is not None and marker["score_name"] == self.keep_best:
                 scored.append((marker["score"], path.name, path))
-        return max(scored)[2] if scored else None
+        return [max(scored)[2]] if scored else []
 
 
 def _barrier(name: str) -> None:

@@ -42,8 +42,8 @@ def problem(folder: Path) -> str | None:
         marker = read(folder)
         if not isinstance(marker, dict) or "files" not in marker:
             return f"{MARKER} is damaged: it lists no files"
-        stated = marker.pop("digest", None)
-        if stated != _digest(marker):
+        canonical = dump_json(marker) == (folder / MARKER).read_bytes()
+        if marker.pop("digest", None) != _digest(marker) or not canonical:
             return f"{MARKER} is damaged: its own digest differs"
         return _file_problem(folder, marker["files"])
     except RecordError as error:

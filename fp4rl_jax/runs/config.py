@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,8 @@ class RunConfig:
     tensorboard: Literal["on", "off"] = "on"
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
 
-    def __post_init__(self) -> None:
+    def validate(self, root: Any) -> None:
+        """Checks the section; ValueError naming the dotted key."""
         if not self.name or "/" in self.name or self.name in (".", ".."):
             raise ValueError(f"run.name must be one folder name, got {self.name!r}")
         if self.keep_last < 1:

@@ -1,6 +1,7 @@
 """A run's folder: who may open it, what is in it, and how it is put back for a resume."""
 
 import fcntl
+import hashlib
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,12 +19,30 @@ from fp4rl_jax.runs.errors import (
     RunNotFoundError,
     storage_errors,
 )
+from fp4rl_jax.runs.manifest import manifest_changes
 from fp4rl_jax.runs.metrics import MetricsWriter
 
 log = logging.getLogger(__name__)
 
 #: Dotted keys that a resumed run may change; a trailing ".*" allows a whole section.
-MAY_CHANGE = ("loop.steps", "run.*")
+MAY_CHANGE = (
+    "loop.steps",
+    *(
+        f"run.{name}"
+        for name in (
+            "name",
+            "root",
+            "resume",
+            "checkpoint_every",
+            "keep_last",
+            "keep_best",
+            "transcripts_every",
+            "transcripts_per_step",
+            "tensorboard",
+            "progress",
+        )
+    ),
+)
 
 CONFIG, MANIFEST = "config.json", "manifest.json"
 METRICS, EVALS, TRANSCRIPTS = "metrics.jsonl", "evals.jsonl", "transcripts.jsonl"
@@ -45,14 +64,17 @@ class RunDirectory:
 
     metrics: MetricsWriter
 
-    def __init__(self, config: RunConfig, *, resumed: bool, lock: int):
+    def __init__(self, config: RunConfig, *, resumed: bool, lock: int, fingerprint: str):
         self.path = config.path
         self.config = config
         self.resumed = resumed
         self._lock = lock
         self._open: list[Any] = []
         self.checkpoints = Checkpointer(
-            self.path / "checkpoints", keep_last=config.keep_last, keep_best=config.keep_best
+            self.path / "checkpoints",
+            keep_last=config.keep_last,
+            keep_best=config.keep_best,
+            fingerprint=fingerprint,
         )
 
     @classmethod
@@ -91,7 +113,9 @@ class RunDirectory:
         except RunError:
             os.close(lock)
             raise
-        return cls(config, resumed=resumed, lock=lock)
+        return cls(
+            config, resumed=resumed, lock=lock, fingerprint=config_fingerprint(plain, may_change=may_change)
+        )
 
     def start(self, step: int) -> None:
         """Puts the records back to `step` steps done and opens them for appending.
@@ -99,14 +123,26 @@ class RunDirectory:
         Everything of step `step` and later is cut off, so that the files are what an uninterrupted
         run would have at this point; evaluations of the state at `step` itself are kept.
         """
+        with storage_errors(self.path, doing="cut the records back"):
+            self._cut_back(step)
+        self.metrics = MetricsWriter(self.path, start=step, tensorboard=self.config.tensorboard)
+        self._transcripts = files.JsonLines(self.path / TRANSCRIPTS)
+        self._open = [self.metrics, self._transcripts]
+
+    def _cut_back(self, step: int) -> None:
         for name in (METRICS, TRANSCRIPTS):
             dropped = files.keep_lines(self.path / name, lambda record: record["step"] < step)
             if dropped:
                 log.info("%s: %d lines of step %d and later dropped", self.path / name, dropped, step)
         files.keep_lines(self.path / EVALS, lambda record: record["step"] <= step)
-        self.metrics = MetricsWriter(self.path, start=step, tensorboard=self.config.tensorboard)
-        self._transcripts = files.JsonLines(self.path / TRANSCRIPTS)
-        self._open = [self.metrics, self._transcripts]
+        written = [record["step"] for record in files.read_lines(self.path / METRICS)]
+        if step > 0 and (not written or written[-1] != step - 1):
+            log.warning(
+                "%s ends at step %s, expected %d: lines are missing",
+                self.path / METRICS,
+                written[-1] if written else "none",
+                step - 1,
+            )
 
     def write_transcripts(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Appends sampled completions of `step`.
@@ -139,6 +175,10 @@ class RunDirectory:
         earlier = []
         if path.exists():
             saved = files.read_json(path)
+            for key, old, new in manifest_changes(saved, manifest):
+                log.warning(
+                    "%s: %s was %s and is now %s: bit-equal metrics are not promised", path, key, old, new
+                )
             earlier = [*saved.pop("earlier_starts", []), saved]
         files.write_atomically(
             path, files.dump_json({**files.plain_value(manifest), "earlier_starts": earlier})
@@ -173,6 +213,13 @@ def require_same_config(
     if found:
         shown = "; ".join(f"{key}: saved {old!r}, now {now!r}" for key, old, now in found)
         raise ConfigMismatchError(f"cannot resume {path} under another configuration: {shown}")
+
+
+def config_fingerprint(config: Mapping[str, Any], *, may_change: Iterable[str] = MAY_CHANGE) -> str:
+    """SHA-256 of every key that may not change; equal for two configurations that may share a run."""
+    allowed = tuple(may_change)
+    fixed = {key: value for key, value in flatten(config).items() if not _allowed(key, allowed)}
+    return hashlib.sha256(files.dump_json(fixed)).hexdigest()
 
 
 def config_differences(saved: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -31,6 +31,9 @@ _DETERMINISM = (
     "NVIDIA_TF32_OVERRIDE",
     "JAX_PLATFORMS",
 )
+# Parts of a manifest that a bit-equal resume must share.
+_NUMERIC = ("versions", "git_commit", "backend", "devices", "processes", "keys", "determinism", "numerics")
+_NUMERIC += ("implementations",)
 
 
 def build_manifest(
@@ -60,6 +63,11 @@ def build_manifest(
         "numerics": dict(numerics),
         "implementations": dict(implementations),
     }
+
+
+def manifest_changes(saved: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(part, old, new) of what decides the numbers and differs between two starts of one run."""
+    return [(part, saved.get(part), new.get(part)) for part in _NUMERIC if saved.get(part) != new.get(part)]
 
 
 def versions() -> dict[str, str | None]:
