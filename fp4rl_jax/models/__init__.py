@@ -1,0 +1,60 @@
+"""Decoders: tokens to hidden states, logits and log-probabilities."""
+
+from fp4rl_jax.models.config import FAMILIES, ModelConfig, RopeScaling, num_parameters, sites
+from fp4rl_jax.models.logprobs import Scores, logits, pick_logprobs, score, tempered, token_logprobs
+from fp4rl_jax.models.params import (
+    Leaf,
+    abstract_params,
+    describe,
+    fuse,
+    head_weight,
+    init_params,
+    map_sites,
+    map_stacks,
+    prepare,
+    shardings,
+    split_layers,
+)
+from fp4rl_jax.models.transformer import (
+    KV,
+    Forward,
+    GroupForward,
+    cache_width,
+    forward,
+    forward_groups,
+    new_cache,
+    positions_of,
+)
+
+__all__ = [
+    "FAMILIES",
+    "KV",
+    "Forward",
+    "GroupForward",
+    "Leaf",
+    "ModelConfig",
+    "RopeScaling",
+    "Scores",
+    "abstract_params",
+    "cache_width",
+    "describe",
+    "forward",
+    "forward_groups",
+    "fuse",
+    "head_weight",
+    "init_params",
+    "logits",
+    "map_sites",
+    "map_stacks",
+    "new_cache",
+    "num_parameters",
+    "pick_logprobs",
+    "positions_of",
+    "prepare",
+    "score",
+    "shardings",
+    "sites",
+    "split_layers",
+    "tempered",
+    "token_logprobs",
+]

@@ -1,0 +1,222 @@
+"""One decoder layer, written per token: only `attend` knows how tokens form sequences.
+
+Every caller (prefill, one-token decode, teacher-forced scoring, training) runs this one function,
+so the two sides of the loop differ in their specs and in nothing else. The sequence of casts is
+fixed: activations are `side.dtype` between operations; each operation computes in float32 and
+rounds once. In bfloat16 that rounding is `lax.reduce_precision`, because XLA may fold a plain
+bf16 -> f32 round trip away on a GPU.
+"""
+
+import dataclasses
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from fp4rl_jax import ops
+from fp4rl_jax.arrays import Array, PyTree, dtype_of
+from fp4rl_jax.models import rope
+from fp4rl_jax.models.config import ModelConfig
+from fp4rl_jax.models.numerics import add, round_to, settle
+from fp4rl_jax.models.params import SITE_PATHS
+from fp4rl_jax.ops.rounding import tree_sum
+from fp4rl_jax.ops.spec import HIGH_PRECISION, MatmulSpec, Side
+
+Stats = Literal["off", "on"]
+
+_SITE_INDEX = {site: index for index, site in enumerate(SITE_PATHS)}
+
+
+class Attend(Protocol):
+    """Attention over whatever sequences the tokens of a call form.
+
+    Args:
+        q: [..., H, C], k, v: [..., K, C], all in the activation dtype, RoPE applied.
+        extra: this layer's slice of what was scanned along with the weights.
+        state: carried from layer to layer (a KV cache), or None.
+
+    Returns:
+        out [..., H, C], what to keep of this layer (stacked by the scan) and the new state.
+    """
+
+    def __call__(
+        self, q: Array, k: Array, v: Array, *, extra: PyTree, state: PyTree
+    ) -> tuple[Array, PyTree, PyTree]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """What a layer knows of the tokens it is given.
+
+    Attributes:
+        cos, sin: [..., 1, C/2] float32 rotations.
+        mask: [...] bool, True on real tokens.
+    """
+
+    cos: Array
+    sin: Array
+    mask: Array
+
+
+class SiteCalls:
+    """The quantizable matmuls of one layer: finds spec, key and hint by site, gathers statistics.
+
+    Lives for the trace of one layer body; `found` holds {site: {operand: sums}} afterwards.
+    """
+
+    def __init__(self, side: Side, *, key: Array | None, hint: PyTree, stats: Stats):
+        self.side = side
+        self.dtype = dtype_of(side.dtype)
+        self.key = key
+        self.hint = hint
+        self.stats = stats
+        self.found: dict[str, PyTree] = {}
+
+    def matmul(self, site: str, x: Array, weight: Any, *, mask: Array) -> Array:
+        """`ops.matmul` of this site: x [..., K], weight [N, K] -> [..., N] in the activation dtype."""
+        spec = self._observe(site, x, weight, mask=mask)
+        order, hint = self.side.order, self.hint.get(site)
+        return settle(ops.matmul(x, weight, spec, order=order, key=self._key(site), hint=hint))
+
+    def grouped(self, site: str, x: Array, weight: Any, *, group_sizes: Array, mask: Array) -> Array:
+        """`ops.grouped_matmul` of this site: x [M, K] sorted by expert, weight [E, N, K] -> [M, N]."""
+        spec = self._observe(site, x, weight, mask=mask)
+        order, hint = self.side.order, self.hint.get(site)
+        y = ops.grouped_matmul(x, weight, group_sizes, spec, order=order, key=self._key(site), hint=hint)
+        return settle(y)
+
+    def norm(self, x: Array, weight: Array, eps: float) -> Array:
+        """`ops.rms_norm` over the last axis."""
+        return settle(ops.rms_norm(x, weight, eps=eps, order=self.side.order))
+
+    def _key(self, site: str) -> Array | None:
+        return None if self.key is None else jax.random.fold_in(self.key, _SITE_INDEX[site])
+
+    def _observe(self, site: str, x: Array, weight: Any, *, mask: Array) -> MatmulSpec:
+        spec = self.side.specs[site]
+        if self.stats == "on":
+            self.found[site] = site_stats(x, weight, spec, mask=mask, key=self._key(site))
+        return spec
+
+
+def site_stats(x: Array, weight: Any, spec: MatmulSpec, *, mask: Array, key: Array | None) -> PyTree:
+    """Quantization statistics of one site's operands: {"act": sums, "weight": sums}.
+
+    Operands that the spec leaves alone, and weights that were quantized before (publish counts
+    those), are left out. Padding tokens are not counted.
+    """
+    found = {}
+    if spec.act is not None:
+        x = jax.lax.stop_gradient(x)
+        found["act"] = ops.quant_stats(x, spec.act.quantize(x, axis=-1, key=key), mask=mask)
+    if spec.weight is not None and isinstance(weight, jax.Array):
+        weight = jax.lax.stop_gradient(weight)
+        found["weight"] = ops.quant_stats(weight, spec.weight.quantize(weight, axis=-1, key=key))
+    return found
+
+
+def layer(
+    x: Array,
+    weights: PyTree,
+    calls: SiteCalls,
+    *,
+    attend: Attend,
+    tokens: Tokens,
+    config: ModelConfig,
+    extra: PyTree,
+    state: PyTree,
+) -> tuple[Array, PyTree, PyTree]:
+    """One pre-norm decoder layer.
+
+    Args:
+        x: [..., D] residual stream in the activation dtype.
+        weights: one layer of a fused tree.
+
+    Returns:
+        The new residual stream, what `attend` keeps, and its new state.
+    """
+    h = calls.norm(x, weights["attn_norm"], config.rms_eps)
+    q, k, v = _project(h, weights["attn"], calls, tokens=tokens, config=config)
+    out, kept, state = attend(q, k, v, extra=extra, state=state)
+    out = settle(out).reshape(*out.shape[:-2], -1)  # [..., H * C]
+    x = add(x, calls.matmul("attn/out", out, weights["attn"]["out"], mask=tokens.mask))
+    h = calls.norm(x, weights["mlp_norm"], config.rms_eps)
+    if config.num_experts:
+        y = _experts(h, weights["moe"], calls, mask=tokens.mask, config=config)
+    else:
+        y = _mlp(h, weights["mlp"], calls, mask=tokens.mask)
+    return add(x, y), kept, state
+
+
+def _project(
+    h: Array, weights: PyTree, calls: SiteCalls, *, tokens: Tokens, config: ModelConfig
+) -> tuple[Array, Array, Array]:
+    """Queries, keys and values of every token, normed and rotated: [..., H | K, C]."""
+    joint = calls.matmul("attn/qkv", h, weights["qkv"], mask=tokens.mask)
+    if config.qkv_bias:
+        joint = add(joint, weights["qkv_bias"])
+    query, keyval = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    parts = jnp.split(joint, [query, query + keyval], axis=-1)
+    q, k, v = (part.reshape(*part.shape[:-1], -1, config.head_dim) for part in parts)
+    if config.qk_norm:
+        q = calls.norm(q, weights["q_norm"], config.rms_eps)
+        k = calls.norm(k, weights["k_norm"], config.rms_eps)
+    q = round_to(rope.rotate(q, tokens.cos, tokens.sin), calls.dtype)
+    k = round_to(rope.rotate(k, tokens.cos, tokens.sin), calls.dtype)
+    if calls.side.kv is not None:  # emulated: the cache holds the dequantized values
+        k = calls.side.kv.fake_quantize(k, axis=-1).astype(calls.dtype)
+        v = calls.side.kv.fake_quantize(v, axis=-1).astype(calls.dtype)
+    return q, k, v
+
+
+def _gate(gate_up: Array) -> Array:
+    """SwiGLU's product silu(gate) * up in float32, rounded once: [..., 2F] -> [..., F]."""
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    return round_to(jax.nn.silu(gate) * up, gate_up.dtype)
+
+
+def _mlp(h: Array, weights: PyTree, calls: SiteCalls, *, mask: Array) -> Array:
+    h = _gate(calls.matmul("mlp/gate_up", h, weights["gate_up"], mask=mask))
+    return calls.matmul("mlp/down", h, weights["down"], mask=mask)
+
+
+def route(h: Array, router: Array, *, config: ModelConfig, order: Any) -> tuple[Array, Array]:
+    """Scores the experts in float32 and picks the best (Qwen3-MoE: softmax first, then top-k).
+
+    Args:
+        h: [M, D]. router: [E, D].
+
+    Returns:
+        gates [M, A] float32, which sum to 1 under `norm_topk`, and experts [M, A] int32, best
+        first, the lower index among equals.
+    """
+    scores = ops.matmul(h.astype(jnp.float32), router.astype(jnp.float32), HIGH_PRECISION, order=order)
+    scores = scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    weights = jnp.exp(scores)
+    gates, experts = jax.lax.top_k(weights, config.num_active)
+    total = tree_sum(gates if config.norm_topk else weights)
+    return gates / total[:, None], experts
+
+
+def _experts(h: Array, weights: PyTree, calls: SiteCalls, *, mask: Array, config: ModelConfig) -> Array:
+    """Dropless mixture: tokens sorted by expert, one grouped matmul for each projection.
+
+    Padding tokens are sent to a place after the last expert, which no group counts.
+    """
+    flat = h.reshape(-1, h.shape[-1])  # [M, D]
+    real = jnp.broadcast_to(mask, h.shape[:-1]).reshape(-1)
+    gates, experts = route(flat, weights["router"], config=config, order=calls.side.order)
+    active = config.num_active
+    chosen = jnp.where(real[:, None], experts, config.num_experts).reshape(-1)  # [M * A]
+    by_expert = jnp.argsort(chosen, stable=True)
+    group_sizes = jnp.bincount(chosen, length=config.num_experts + 1)[:-1].astype(jnp.int32)
+    counted = jnp.arange(chosen.size) < jnp.sum(group_sizes)
+    rows = jnp.where(counted[:, None], flat[by_expert // active], 0)
+    y = calls.grouped("experts/gate_up", rows, weights["gate_up"], group_sizes=group_sizes, mask=counted)
+    y = calls.grouped("experts/down", _gate(y), weights["down"], group_sizes=group_sizes, mask=counted)
+    y = jnp.where(counted[:, None], y, 0)
+    y = y[jnp.argsort(by_expert)].reshape(-1, active, h.shape[-1])  # [M, A, D]
+    mixed = y[:, 0].astype(jnp.float32) * gates[:, :1]
+    for rank in range(1, active):
+        mixed = mixed + y[:, rank].astype(jnp.float32) * gates[:, rank : rank + 1]
+    return round_to(mixed, h.dtype).reshape(h.shape)

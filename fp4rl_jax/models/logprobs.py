@@ -1,0 +1,363 @@
+"""Log-probabilities of tokens under the model: one definition for sampler, trainer and evaluation.
+
+Nats, at the sampling temperature, over the whole vocabulary. The [B, T, V] logits never exist:
+tokens go through the head in chunks, real tokens only, and the backward recomputes what it needs.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+
+from fp4rl_jax import ops
+from fp4rl_jax.arrays import Array, PyTree
+from fp4rl_jax.models.blocks import Stats
+from fp4rl_jax.models.config import ModelConfig
+from fp4rl_jax.models.numerics import round_to
+from fp4rl_jax.models.params import head_weight
+from fp4rl_jax.models.transformer import Remat, forward_groups
+from fp4rl_jax.ops import kernels
+from fp4rl_jax.ops.rounding import tree_sum
+from fp4rl_jax.ops.spec import HIGH_PRECISION, Order, Side
+
+Entropy = Literal["off", "on"]
+
+
+@struct.dataclass
+class Scores:
+    """What `score` returns, in the layout of the batch.
+
+    Attributes:
+        logprobs: [B, T] float32 nats; `logprobs[b, t]` scores `tokens[b, t]`; 0 on prompt and
+            padding.
+        entropy: [B, T] float32 nats, of the distribution that token t was drawn from, without
+            gradient; None unless asked for.
+        stats: quantization statistics by site, or an empty dict.
+    """
+
+    logprobs: Array
+    entropy: Array | None
+    stats: PyTree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Head:
+    """Static description of one pass through the head."""
+
+    temperature: float
+    chunk: int
+    order: Order
+    entropy: Entropy
+
+
+def logits(fused: PyTree, hidden: Array, *, order: Order = "free") -> Array:
+    """Scores of every vocabulary entry.
+
+    Args:
+        fused: tree with the head (or the tied embedding) [V, D].
+        hidden: [..., D], after the final norm.
+
+    Returns:
+        [..., V] float32: operands in hidden's dtype, float32 accumulation, no rounding after.
+    """
+    head = _prepared_head(fused, hidden.dtype)
+    return ops.matmul(hidden, head, HIGH_PRECISION, order=order, out_dtype=jnp.float32)
+
+
+def tempered(scores: Array, temperature: float) -> Array:
+    """Divides logits by the temperature, the same way on both sides.
+
+    Raises:
+        ValueError: the temperature is not positive (greedy decoding has no log-probability).
+    """
+    if not temperature > 0:
+        raise ValueError(f"log-probabilities need a temperature above 0, got {temperature}")
+    return scores if temperature == 1.0 else scores * (1.0 / temperature)
+
+
+def pick_logprobs(scores: Array, targets: Array, *, order: Order = "free") -> Array:
+    """Log-softmax of tempered logits at one entry a row.
+
+    Args:
+        scores: [..., V] float32. targets: [...] int32.
+
+    Returns:
+        [...] float32 nats.
+    """
+    top, total = _normaliser(scores, order)
+    return (_at(scores, targets) - top) - jnp.log(total)
+
+
+def _normaliser(scores: Array, order: Order) -> tuple[Array, Array]:
+    """Row maximum and sum of exp(score - maximum)."""
+    top = jnp.max(scores, axis=-1)
+    weights = jnp.exp(scores - top[..., None])
+    return top, tree_sum(weights) if order == "fixed" else jnp.sum(weights, axis=-1)
+
+
+def _at(scores: Array, targets: Array) -> Array:
+    """The entry of each row at its target, as an exact sum with one non-zero term (no gather)."""
+    hit = jax.lax.broadcasted_iota(targets.dtype, scores.shape, scores.ndim - 1) == targets[..., None]
+    return jnp.sum(jnp.where(hit, scores, 0.0), axis=-1)
+
+
+def _prepared_head(fused: PyTree, dtype: Any) -> ops.Prepared:
+    """The head as a dot operand, rounded to the activation dtype."""
+    head = head_weight(fused)
+    if isinstance(head, ops.Prepared):
+        return head
+    return ops.prepare_weight(round_to(head.astype(jnp.float32), dtype))
+
+
+def _scores(rows: Array, head: Array, order: Order) -> Array:
+    """`logits` of one chunk from an operand that is prepared already: [M, D] -> [M, V] float32."""
+    operand = ops.Prepared(operand=head, source=rows.dtype.name)
+    return ops.matmul(rows, operand, HIGH_PRECISION, order=order, out_dtype=jnp.float32)
+
+
+def _head_transpose(slope: Array, head: Array, dtype: Any, order: Order) -> Array:
+    """slope [M, V] times head [V, D] -> [M, D] float32; slope is rounded to the activation dtype."""
+    return kernels.matmul(round_to(slope, dtype).astype(head.dtype), head, dims=(1, 0), order=order)
+
+
+def _outer(slope: Array, hidden: Array, dtype: Any) -> Array:
+    """slope [M, V] transposed times hidden [M, D] -> [V, D] float32, a sum over rows by nature."""
+    slope = round_to(slope, hidden.dtype).astype(dtype)
+    return kernels.matmul(slope, hidden.astype(dtype), dims=(0, 0))
+
+
+def token_logprobs(
+    fused: PyTree,
+    hidden: Array,
+    targets: Array,
+    *,
+    temperature: float,
+    mask: Array | None = None,
+    chunk: int = 128,
+    order: Order = "free",
+    entropy: Entropy = "off",
+) -> tuple[Array, Array | None]:
+    """Log-probability of one target for each hidden state, chunk by chunk.
+
+    Only chunks with real tokens are computed: real rows are moved to the front first. When the
+    head is not differentiated, the gradient to `hidden` is formed during the forward, one [D]
+    vector a token, so no logits are computed twice; when it is, the backward recomputes them.
+
+    Args:
+        fused: tree with the head; differentiated only if it is being traced for gradients.
+        hidden: [N, D], after the final norm. targets: [N] int32.
+        temperature: > 0, static.
+        mask: [N] bool, rows to compute; the others give 0. All by default.
+        chunk: rows whose [chunk, V] logits exist at a time.
+        order: "fixed" gives a row the same bits in every batch.
+        entropy: "on" also returns the entropy of each row's distribution, without gradient.
+
+    Returns:
+        logprobs [N] float32 nats, and entropy [N] float32 nats or None.
+    """
+    num = hidden.shape[0]
+    mask = jnp.ones(num, bool) if mask is None else mask
+    chunk = max(1, min(chunk, num))
+    padding = -num % chunk
+    front = jnp.argsort(~mask, stable=True)
+    rows = jnp.pad(front, (0, padding))
+    num_chunks = (jnp.sum(mask, dtype=jnp.int32) + chunk - 1) // chunk
+    spec = _Head(temperature=temperature, chunk=chunk, order=order, entropy=entropy)
+    head = _prepared_head(fused, hidden.dtype)
+    packed, spread = _packed_logprobs(spec, hidden[rows], head.operand, targets[rows], num_chunks)
+    back = jnp.argsort(front)
+    logprobs = jnp.where(mask, packed[:num][back], 0.0)
+    if entropy == "off":
+        return logprobs, None
+    return logprobs, jnp.where(mask, jax.lax.stop_gradient(spread[:num][back]), 0.0)
+
+
+def _rows(x: Array, index: Array, chunk: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x, index * chunk, chunk)
+
+
+def _put(x: Array, value: Array, index: Array) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(x, value, index * value.shape[0], axis=0)
+
+
+def _chunk_values(spec: _Head, scores: Array, targets: Array) -> tuple[Array, Array, Array]:
+    """Of one chunk's raw logits [chunk, V]: log-probs, entropies, and d logprob / d logits."""
+    scores = tempered(scores, spec.temperature)
+    top, total = _normaliser(scores, spec.order)
+    logprobs = (_at(scores, targets) - top) - jnp.log(total)
+    shifted = scores - top[:, None]
+    probs = jnp.exp(shifted) / total[:, None]
+    if spec.entropy == "on":
+        terms = probs * shifted
+        spread = jnp.log(total) - (tree_sum(terms) if spec.order == "fixed" else jnp.sum(terms, axis=-1))
+    else:
+        spread = jnp.zeros_like(logprobs)
+    hit = jax.lax.broadcasted_iota(targets.dtype, scores.shape, 1) == targets[:, None]
+    slope = jnp.where(hit, 1.0 - probs, -probs)
+    return logprobs, spread, slope if spec.temperature == 1.0 else slope * (1.0 / spec.temperature)
+
+
+def _forward_chunks(
+    spec: _Head,
+    hidden: Array,
+    head: Array,
+    targets: Array,
+    num_chunks: Array,
+    *,
+    slopes: Literal["drop", "keep"],
+) -> tuple[Array, Array, Array | None]:
+    """Runs the head over the first `num_chunks` chunks.
+
+    Returns:
+        logprobs [N], entropy [N], and with slopes="keep" d logprob / d hidden [N, D] float32.
+    """
+
+    def step(index: Array, carry: Any) -> Any:
+        logprobs, spread, pulls = carry
+        rows = _rows(hidden, index, spec.chunk)
+        scores = _scores(rows, head, spec.order)
+        value, entropy, slope = _chunk_values(spec, scores, _rows(targets, index, spec.chunk))
+        if pulls is not None:
+            pull = _head_transpose(slope, head, rows.dtype, spec.order)
+            pulls = _put(pulls, pull, index)
+        return _put(logprobs, value, index), _put(spread, entropy, index), pulls
+
+    zeros = jnp.zeros(hidden.shape[0], jnp.float32)
+    pulls = jnp.zeros(hidden.shape, jnp.float32) if slopes == "keep" else None
+    return jax.lax.fori_loop(0, num_chunks, step, (zeros, zeros, pulls))
+
+
+def _values(
+    spec: _Head, hidden: Array, head: Array, targets: Array, num_chunks: Array
+) -> tuple[Array, Array]:
+    """Log-probs and entropies [N] of rows whose real ones come first."""
+    return _forward_chunks(spec, hidden, head, targets, num_chunks, slopes="drop")[:2]
+
+
+def _packed_fwd(spec: _Head, hidden: Any, head: Any, targets: Any, num_chunks: Any) -> Any:
+    trained = any(leaf.perturbed for leaf in jax.tree.leaves(head, is_leaf=_is_primal))
+    hidden, head, targets, num_chunks = jax.tree.map(
+        lambda leaf: leaf.value, (hidden, head, targets, num_chunks), is_leaf=_is_primal
+    )
+    if trained:
+        out = _forward_chunks(spec, hidden, head, targets, num_chunks, slopes="drop")[:2]
+        return out, (hidden, head, targets, num_chunks)
+    *out, pulls = _forward_chunks(spec, hidden, head, targets, num_chunks, slopes="keep")
+    return tuple(out), jnp.asarray(pulls, hidden.dtype)
+
+
+def _is_primal(node: Any) -> bool:
+    return isinstance(node, CustomVJPPrimal)
+
+
+def _packed_bwd(spec: _Head, saved: Any, cotangents: Any) -> Any:
+    slope, _ = cotangents  # entropy carries no gradient
+    if isinstance(slope, SymbolicZero):
+        return None, None, None, None
+    if not isinstance(saved, tuple):
+        grad = slope[:, None] * saved.astype(jnp.float32)
+        return grad.astype(saved.dtype), None, None, None
+    hidden, head, targets, num_chunks = saved
+    grad, head_grad = _backward_chunks(spec, hidden, head, targets, num_chunks, slope)
+    return grad, head_grad, None, None
+
+
+def _backward_chunks(
+    spec: _Head, hidden: Array, head: Array, targets: Array, num_chunks: Array, cotangent: Array
+) -> tuple[Array, Array]:
+    """Gradients to hidden [N, D] and head [V, D], from logits recomputed chunk by chunk."""
+
+    def step(index: Array, carry: Any) -> Any:
+        grad, head_grad = carry
+        rows = _rows(hidden, index, spec.chunk)
+        scores = _scores(rows, head, spec.order)
+        _, _, slope = _chunk_values(spec, scores, _rows(targets, index, spec.chunk))
+        slope = slope * _rows(cotangent, index, spec.chunk)[:, None]
+        grad = _put(grad, _head_transpose(slope, head, rows.dtype, spec.order), index)
+        return grad, head_grad + _outer(slope, rows, head.dtype)
+
+    start = (jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(head.shape, jnp.float32))
+    grad, head_grad = jax.lax.fori_loop(0, num_chunks, step, start)
+    return grad.astype(hidden.dtype), head_grad.astype(head.dtype)
+
+
+_packed_logprobs = jax.custom_vjp(_values, nondiff_argnums=(0,))
+_packed_logprobs.defvjp(_packed_fwd, _packed_bwd, symbolic_zeros=True)
+
+
+def score(
+    fused: PyTree,
+    tokens: Array,
+    token_mask: Array,
+    *,
+    prompt_width: int,
+    group_size: int,
+    config: ModelConfig,
+    side: Side,
+    temperature: float,
+    chunk: int = 128,
+    entropy: Entropy = "on",
+    key: Array | None = None,
+    hint: PyTree = None,
+    stats: Stats = "off",
+    remat: Remat = "none",
+    trainable_from: int = 0,
+) -> Scores:
+    """Teacher-forced log-probabilities of a batch's completions, differentiable.
+
+    Each prompt runs once for its whole group; the head runs on real completion tokens only.
+
+    Args:
+        fused: as in `forward`.
+        tokens: [B, T] int32 in the layout of `batch.py`. token_mask: [B, T] bool.
+        prompt_width: columns of the (left-padded) prompts; at least 1.
+        group_size: rows that share a prompt.
+        temperature: the sampling temperature, > 0.
+        chunk: rows whose logits exist at a time.
+        entropy: "on" also gives the entropies.
+        The rest is as in `forward`.
+
+    Returns:
+        Scores, [B, T].
+
+    Exact: with `order="fixed"` equal to what the sampler recorded, bit for bit.
+    """
+    chex.assert_equal_shape([tokens, token_mask])
+    if not 1 <= prompt_width < tokens.shape[1]:
+        raise ValueError(f"prompt_width must be in 1..{tokens.shape[1] - 1}, got {prompt_width}")
+    completions, mask = tokens[:, prompt_width:], token_mask[:, prompt_width:]
+    out = forward_groups(
+        fused,
+        tokens[::group_size, :prompt_width],
+        completions[:, :-1],
+        prompt_mask=token_mask[::group_size, :prompt_width],
+        completion_mask=mask[:, :-1],
+        config=config,
+        side=side,
+        key=key,
+        hint=hint,
+        stats=stats,
+        remat=remat,
+        trainable_from=trainable_from,
+    )
+    before = jnp.repeat(out.prompt_hidden, group_size, axis=0)[:, None]  # [B, 1, D]
+    hidden = jnp.concatenate([before, out.hidden], axis=1).reshape(-1, config.d_model)
+    values, spread = token_logprobs(
+        fused,
+        hidden,
+        completions.reshape(-1),
+        temperature=temperature,
+        mask=mask.reshape(-1),
+        chunk=chunk,
+        order=side.order,
+        entropy=entropy,
+    )
+
+    def place(x: Array) -> Array:
+        return jnp.pad(x.reshape(completions.shape), ((0, 0), (prompt_width, 0)))
+
+    return Scores(logprobs=place(values), entropy=None if spread is None else place(spread), stats=out.stats)
