@@ -8,10 +8,12 @@ Each subcommand makes a fresh `FlagValues`, so no flag is global and none leaks 
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from absl import flags
 
-from fp4rl_jax import config
+if TYPE_CHECKING:
+    from fp4rl_jax import config
 
 
 class Done(Exception):
@@ -53,12 +55,14 @@ def parse(values: flags.FlagValues, argv: Sequence[str], *, name: str, summary: 
         raise Done(2) from error
 
 
-def load_config(values: flags.FlagValues, *, name: str) -> config.Config:
+def load_config(values: flags.FlagValues, *, name: str) -> "config.Config":
     """The configuration that `--config` and `--set` give, built and validated.
 
     Raises:
         Done: it is wrong (code 2, one line on stderr), or `--dry_run` printed it (code 0).
     """
+    from fp4rl_jax import config  # here, so that subcommands without a configuration start at once
+
     try:
         resolved = config.load(values["config"].value or (), values["set"].value or ())
     except config.ConfigError as error:
