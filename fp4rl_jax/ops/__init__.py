@@ -1,0 +1,26 @@
+"""Operations on plain arrays and quantized weights: what a model's forward is made of."""
+
+from fp4rl_jax.ops.attention import attention
+from fp4rl_jax.ops.grouped import grouped_matmul
+from fp4rl_jax.ops.matmul import matmul, quantize_weight
+from fp4rl_jax.ops.norms import rms_norm
+from fp4rl_jax.ops.operands import Prepared, prepare, prepare_weight
+from fp4rl_jax.ops.segments import Segment
+from fp4rl_jax.ops.spec import HIGH_PRECISION, MatmulSpec, Side, SideSpec, SiteSpecs
+
+__all__ = [
+    "HIGH_PRECISION",
+    "MatmulSpec",
+    "Prepared",
+    "Segment",
+    "Side",
+    "SideSpec",
+    "SiteSpecs",
+    "attention",
+    "grouped_matmul",
+    "matmul",
+    "prepare",
+    "prepare_weight",
+    "quantize_weight",
+    "rms_norm",
+]

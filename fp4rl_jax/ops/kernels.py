@@ -1,0 +1,77 @@
+"""The only door to `pallas_kernels`: facts from the machine and the operands, then the call."""
+
+import jax.numpy as jnp
+
+import pallas_kernels.grouped_matmul
+import pallas_kernels.matmul
+from fp4rl_jax.arrays import Array
+from fp4rl_jax.ops import machine as machines
+from fp4rl_jax.ops.machine import Machine
+from pallas_kernels.dispatch import Choice, Facts, UnsupportedError
+
+__all__ = ["Choice", "Facts", "UnsupportedError", "facts_of", "matmul", "select_matmul"]
+
+
+def facts_of(machine: Machine, **call: int | str) -> Facts:
+    """Facts of one call on `machine`; `call` holds fields of `Facts` such as m, n, k, x_dtype."""
+    return Facts(
+        platform=machine.platform,
+        capability=machine.capability,
+        narrow=machine.narrow,
+        **call,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def select_matmul(facts: Facts) -> Choice:
+    """The matmul implementation that these facts lead to, with the reasons."""
+    return pallas_kernels.matmul.select(facts)
+
+
+def matmul(x: Array, w: Array, *, dims: tuple[int, int] = (1, 1), order: str = "free") -> Array:
+    """Contracts two matrices with float32 accumulation on the current machine.
+
+    Args:
+        x, w: two axes each, one dtype.
+        dims: the contracted axis of x and of w; (1, 1) is x [m, k] times w [n, k].
+        order: "free", or "fixed" for rows that do not depend on how many there are.
+
+    Returns:
+        float32: x's other axis, then w's other axis.
+    """
+    facts = facts_of(
+        machines.current(),
+        m=x.shape[1 - dims[0]],
+        n=w.shape[1 - dims[1]],
+        k=x.shape[dims[0]],
+        x_dtype=jnp.dtype(x.dtype).name,
+        w_dtype=jnp.dtype(w.dtype).name,
+        order=order,
+    )
+    return pallas_kernels.matmul.matmul(x, w, facts=facts, dims=dims)
+
+
+def grouped_matmul(x: Array, w: Array, group_sizes: Array, *, axis: int = 2, order: str = "free") -> Array:
+    """Rows [M, k], sorted by group, times w [E, n, k] (axis 2) or [E, k, n] (axis 1): [M, n] float32."""
+    facts = facts_of(
+        machines.current(),
+        m=x.shape[0],
+        n=w.shape[3 - axis],
+        k=x.shape[1],
+        x_dtype=jnp.dtype(x.dtype).name,
+        w_dtype=jnp.dtype(w.dtype).name,
+        order=order,
+    )
+    return pallas_kernels.grouped_matmul.grouped_matmul(x, w, group_sizes, facts=facts, axis=axis)
+
+
+def grouped_outer(a: Array, b: Array, group_sizes: Array) -> Array:
+    """Outer products summed by group: [M, n], [M, k] -> [E, n, k] float32."""
+    facts = facts_of(
+        machines.current(),
+        m=a.shape[1],
+        n=b.shape[1],
+        k=a.shape[0],
+        x_dtype=jnp.dtype(a.dtype).name,
+        w_dtype=jnp.dtype(b.dtype).name,
+    )
+    return pallas_kernels.grouped_matmul.grouped_outer(a, b, group_sizes, facts=facts)

@@ -1,0 +1,22 @@
+"""W8A8 rollout, unquantized trainer: FlashRL's setting (METHODS 6.1) with FP8 E4M3."""
+
+import dataclasses
+
+from fp4rl_jax.ops.spec import MatmulSpec, SideSpec
+from fp4rl_jax.recipes._parts import SiteConfig, fp8, side
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(SiteConfig):
+    """`sites`: what the rollout quantizes."""
+
+
+def trainer(config: Config) -> SideSpec:
+    """Full precision at every site."""
+    del config
+    return SideSpec()
+
+
+def rollout(config: Config) -> SideSpec:
+    """FP8 weights (a scale an output channel) and activations (a scale a token)."""
+    return side(config.sites, MatmulSpec(weight=fp8(), act=fp8()))
