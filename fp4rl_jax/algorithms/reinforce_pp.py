@@ -1,0 +1,84 @@
+"""REINFORCE++ (arXiv 2501.03262): no group baseline, advantages normalised over the whole batch.
+
+    A = (r' - mean) / (std + eps) over all trained tokens of the batch, r' = r - reward_kl_coef * KL
+    loss = mean over all tokens of -min(rho A, clip(rho, 1 -+ clip) A) w
+
+KL is the sequence's sum of (rollout - ref) log-probs, an unbiased estimate of its KL to the
+reference; every token of a sequence carries the whole of it (the paper's per-token form lets a
+token carry what comes after it). Works with one completion per prompt.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from fp4rl_jax.algorithms import _common
+from fp4rl_jax.arrays import Array
+from fp4rl_jax.batch import Rollouts, TrainBatch
+from fp4rl_jax.objectives import advantages, policy
+from fp4rl_jax.objectives.means import masked_sum
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """REINFORCE++'s settings.
+
+    Attributes:
+        clip_low, clip_high: how far the ratio may fall below and rise above 1.
+        std_eps: added to the batch's (population) standard deviation, in units of the reward.
+        reward_kl_coef: reward per nat of KL to a frozen reference; 0 needs no reference.
+        kl_coef: weight of a KL term in the loss, loss per nat; 0 needs no reference.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    std_eps: float = 1e-6
+    reward_kl_coef: float = 0.0
+    kl_coef: float = 0.0
+
+
+def validate(config: Config, *, group_size: int) -> None:
+    """Raises ValueError for settings out of range; any group_size works."""
+    _common.require_positive(group_size=group_size)
+    _common.require_positive(clip_low=config.clip_low, clip_high=config.clip_high, std_eps=config.std_eps)
+    _common.require_not_negative(kl_coef=config.kl_coef, reward_kl_coef=config.reward_kl_coef)
+
+
+def prepare(
+    rollouts: Rollouts, rewards: Array, config: Config, *, ref_logprobs: Array | None = None
+) -> TrainBatch:
+    """Rollouts and rewards [B] to a batch with advantages [B]; see `_common.checked_rewards`."""
+    validate(config, group_size=rollouts.group_size)
+    rewards = _common.checked_rewards(rewards, rollouts)
+    if config.reward_kl_coef != 0:
+        rewards = rewards - config.reward_kl_coef * _sequence_kl(rollouts, ref_logprobs)
+    lengths = jnp.sum(rollouts.loss_mask, axis=1)
+    normalized = advantages.batch_normalized(rewards, lengths, eps=config.std_eps)
+    return _common.train_batch(rollouts, normalized, ref_logprobs)
+
+
+def _sequence_kl(rollouts: Rollouts, ref_logprobs: Array | None) -> Array:
+    """[B] nats."""
+    if ref_logprobs is None:
+        raise ValueError("reward_kl_coef is not 0 but prepare was given no ref_logprobs")
+    return jnp.sum(jnp.where(rollouts.loss_mask, rollouts.rollout_logprobs - ref_logprobs, 0.0), axis=1)
+
+
+def loss(trainer_logprobs: Array, batch: TrainBatch, weights: Array, config: Config) -> _common.Loss:
+    """Policy loss from [B, T] float32 log-probs; `weights` [B, T] are the correction's, detached."""
+    _common.check_loss_inputs(trainer_logprobs, batch, weights)
+    ratio = jnp.exp(policy.log_ratio(trainer_logprobs, batch.old_logprobs, batch.loss_mask))
+    token_loss, clipped = policy.clipped_surrogate(
+        ratio, batch.advantages, clip_low=config.clip_low, clip_high=config.clip_high
+    )
+    token_loss = token_loss * jax.lax.stop_gradient(weights)
+    token_loss = _common.with_ref_kl(token_loss, trainer_logprobs, batch, kl_coef=config.kl_coef)
+    sums = masked_sum(token_loss, batch.loss_mask)
+    return _common.make_loss(sums, trainer_logprobs, batch, ratio=ratio, clipped=clipped)
+
+
+def wanted(rewards: Array, config: Config) -> Array:
+    """[P] bool: every group is kept."""
+    del config
+    return _common.all_groups(rewards)

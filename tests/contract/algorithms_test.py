@@ -1,0 +1,278 @@
+"""Every file in algorithms/ through one suite. No algorithm is named here."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp4rl_jax import algorithms, plugins
+from fp4rl_jax.batch import Rollouts
+from fp4rl_jax.objectives.means import merge
+
+NAMES = plugins.names(algorithms)
+PROMPTS, GROUP, PROMPT_WIDTH, WIDTH = 6, 4, 3, 9
+
+
+def _rollouts(seed=0, group=GROUP, prompts=PROMPTS):
+    rng = np.random.default_rng(seed)
+    rows, length = prompts * group, PROMPT_WIDTH + WIDTH
+    lengths = rng.integers(1, WIDTH + 1, rows)
+    loss_mask = np.zeros((rows, length), bool)
+    for row, used in enumerate(lengths):
+        loss_mask[row, PROMPT_WIDTH : PROMPT_WIDTH + used] = True
+    logprobs = np.where(loss_mask, -rng.exponential(1.0, loss_mask.shape), 0).astype(np.float32)
+    token_mask = loss_mask.copy()
+    token_mask[:, :PROMPT_WIDTH] = True
+    return Rollouts(
+        tokens=jnp.asarray(rng.integers(0, 50, loss_mask.shape), jnp.int32),
+        token_mask=jnp.asarray(token_mask),
+        loss_mask=jnp.asarray(loss_mask),
+        rollout_logprobs=jnp.asarray(logprobs),
+        finished=jnp.ones(rows, bool),
+        params_version=jnp.int32(3),
+        prompt_width=PROMPT_WIDTH,
+        group_size=group,
+    )
+
+
+def _rewards(rollouts, seed=1):
+    return np.random.default_rng(seed).random(rollouts.tokens.shape[0]).astype(np.float32)
+
+
+def _case(name, seed=0):
+    """A batch in mid-training: old, reference and current log-probs all differ."""
+    module = plugins.load(algorithms, name)
+    rollouts = _rollouts(seed)
+    rng = np.random.default_rng(seed + 9)
+
+    def near(scale):
+        noise = jnp.asarray(rng.normal(0, scale, rollouts.tokens.shape), jnp.float32)
+        return jnp.where(rollouts.loss_mask, rollouts.rollout_logprobs + noise, 0)
+
+    config = dataclasses.replace(module.Config(), kl_coef=0.1)
+    batch = module.prepare(rollouts, _rewards(rollouts), config, ref_logprobs=near(0.3))
+    batch = batch.replace(old_logprobs=near(0.1))
+    return module, config, batch, near(0.2), jnp.asarray(rng.random(batch.tokens.shape), jnp.float32)
+
+
+def _jitted(module):
+    return jax.jit(module.loss, static_argnums=3)
+
+
+def _rows(tree, start, stop):
+    return jax.tree.map(lambda leaf: leaf[start:stop], tree)
+
+
+def test_some_algorithms_exist():
+    assert len(NAMES) >= 7
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_config_is_frozen_and_hashable_by_value(name):
+    module = plugins.load(algorithms, name)
+    assert hash(module.Config()) == hash(module.Config())
+    assert module.Config() == module.Config()
+    field = dataclasses.fields(module.Config)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(module.Config(), field, 1.0)
+    module.validate(module.Config(), group_size=8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_microbatches_give_the_same_loss(name):
+    module, config, batch, logprobs, weights = _case(name)
+    whole = _jitted(module)(logprobs, batch, weights, config)
+    for rows in (GROUP, 2 * GROUP, 3 * GROUP):
+        parts = [
+            _jitted(module)(logprobs[i : i + rows], _rows(batch, i, i + rows), weights[i : i + rows], config)
+            for i in range(0, PROMPTS * GROUP, rows)
+        ]
+        merged = merge(*(part.metrics for part in parts))
+        assert sum(int(part.count) for part in parts) == int(whole.count)
+        four_ulp = 4 * np.spacing(np.abs(np.float32(whole.sum)))
+        assert abs(float(merged["loss"].total) - float(whole.sum)) <= four_ulp
+        for key, sums in whole.metrics.items():
+            assert int(merged[key].count) == int(sums.count)
+            bound = 4 * np.spacing(np.abs(np.float32(sums.total)))
+            assert abs(float(merged[key].total) - float(sums.total)) <= bound, key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_add_up_over_microbatches(name):
+    module, config, batch, logprobs, weights = _case(name)
+    grad = jax.jit(jax.grad(lambda lp, b, w: module.loss(lp, b, w, config).sum))
+    whole = grad(logprobs, batch, weights)
+    half = PROMPTS * GROUP // 2
+    parts = [
+        grad(logprobs[i : i + half], _rows(batch, i, i + half), weights[i : i + half]) for i in (0, half)
+    ]
+    np.testing.assert_allclose(jnp.concatenate(parts), whole, rtol=2e-6, atol=1e-9)
+    assert float(jnp.max(jnp.abs(whole))) > 1e-3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zero_advantages_give_zero_gradient(name):
+    module = plugins.load(algorithms, name)
+    config = module.Config()
+    batch = _case(name)[2].replace(advantages=jnp.zeros(PROMPTS * GROUP), ref_logprobs=None)
+    logprobs, weights = _case(name)[3:]
+    value, grad = jax.value_and_grad(lambda lp: module.loss(lp, batch, weights, config).sum)(logprobs)
+    assert float(value) == 0.0
+    np.testing.assert_array_equal(grad, np.zeros(grad.shape))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_rewards_give_zero_advantages(name):
+    module = plugins.load(algorithms, name)
+    rollouts = _rollouts().replace(loss_mask=_rollouts().token_mask.at[:, :PROMPT_WIDTH].set(False))
+    full = jnp.zeros_like(rollouts.loss_mask).at[:, PROMPT_WIDTH:].set(True)
+    for group in (2, 3, 4, 6):  # the mean of 3 copies of 0.1 is not 0.1 in float32
+        case = rollouts.replace(group_size=group, loss_mask=full)
+        batch = module.prepare(case, np.full(PROMPTS * GROUP, 0.1, np.float32), module.Config())
+        np.testing.assert_array_equal(batch.advantages, np.zeros(PROMPTS * GROUP))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_first_update_has_ratio_exactly_one(name):
+    module, config, batch, logprobs, weights = _case(name)
+    loss = _jitted(module)(logprobs, batch.replace(old_logprobs=None), weights, config)
+    ratio = loss.metrics["policy_ratio"]
+    assert float(ratio.total) == int(ratio.count)
+    same = _jitted(module)(logprobs, batch.replace(old_logprobs=logprobs), weights, config)
+    assert float(same.sum) == float(loss.sum)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_masked_batch_survives(name):
+    module, config, batch, logprobs, weights = _case(name)
+    batch = batch.replace(loss_mask=jnp.zeros_like(batch.loss_mask))
+
+    def mean(lp):
+        loss = module.loss(lp, batch, weights, config)
+        return loss.metrics["loss"].mean() + loss.sum / jnp.maximum(loss.count, 1)
+
+    value, grad = jax.value_and_grad(mean)(logprobs)
+    assert float(value) == 0.0
+    np.testing.assert_array_equal(grad, np.zeros(grad.shape))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_masked_positions_are_never_looked_at(name):
+    module, config, batch, logprobs, weights = _case(name)
+    grad = jax.value_and_grad(lambda lp, b, w: module.loss(lp, b, w, config).sum)
+    clean_value, clean = grad(logprobs, batch, weights)
+    poison = jnp.where(batch.loss_mask, 0, jnp.nan)
+    dirty = batch.replace(
+        old_logprobs=batch.old_logprobs + poison,
+        ref_logprobs=batch.ref_logprobs + poison,
+        rollout_logprobs=batch.rollout_logprobs + poison,
+    )
+    value, found = grad(logprobs + poison, dirty, weights + poison)
+    assert float(value) == float(clean_value)
+    np.testing.assert_array_equal(found, clean)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_huge_ratios_stay_finite(name):
+    module, config, batch, logprobs, weights = _case(name)
+    for gap in (1e4, -1e4):
+        far = jnp.where(batch.loss_mask, logprobs + gap, 0)
+        value, grad = jax.value_and_grad(lambda lp: module.loss(lp, batch, weights, config).sum)(far)
+        assert np.isfinite(float(value)) and np.all(np.isfinite(grad))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_second_call_does_not_recompile(name):
+    module, config, batch, logprobs, weights = _case(name)
+    traces = []
+
+    def counted(lp, b, w, c):
+        traces.append(1)
+        return module.loss(lp, b, w, c)
+
+    jitted = jax.jit(counted, static_argnums=3)
+    jitted(logprobs, batch, weights, config)
+    jitted(logprobs + 1, batch, weights, dataclasses.replace(config))
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_jit_equals_eager(name):
+    module, config, batch, logprobs, weights = _case(name)
+    eager, jitted = (f(logprobs, batch, weights, config) for f in (module.loss, _jitted(module)))
+    np.testing.assert_allclose(float(jitted.sum), float(eager.sum), rtol=1e-6)
+    assert int(jitted.count) == int(eager.count)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kl_without_reference_is_refused(name):
+    module, config, batch, logprobs, weights = _case(name)
+    with pytest.raises(ValueError, match="ref_logprobs"):
+        module.loss(logprobs, batch.replace(ref_logprobs=None), weights, config)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kl_to_itself_adds_nothing_and_pulls_back_otherwise(name):
+    module, config, batch, logprobs, weights = _case(name)
+    plain = dataclasses.replace(config, kl_coef=0.0)
+    near = batch.replace(ref_logprobs=logprobs)
+    assert float(module.loss(logprobs, near, weights, config).sum) == float(
+        module.loss(logprobs, near, weights, plain).sum
+    )
+    flat = batch.replace(advantages=jnp.zeros_like(batch.advantages), ref_logprobs=logprobs - 1.0)
+    grad = jax.grad(lambda lp: module.loss(lp, flat, weights, config).sum)(logprobs)
+    assert np.all(np.where(batch.loss_mask, grad > 0, grad == 0))  # descent lowers the log-prob
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
+def test_rewards_that_are_no_number_are_refused_by_prompt(name, bad):
+    module = plugins.load(algorithms, name)
+    rollouts = _rollouts()
+    rewards = [float(r) for r in _rewards(rollouts)]
+    rewards[2 * GROUP + 1] = bad
+    with pytest.raises(ValueError, match="row 9 .prompt 2, completion 1."):
+        module.prepare(rollouts, rewards, module.Config())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_groups_of_one_are_refused_or_useful(name):
+    module = plugins.load(algorithms, name)
+    try:
+        module.validate(module.Config(), group_size=1)
+    except ValueError as error:
+        assert "group_size" in str(error) and "got 1" in str(error)
+        return
+    rollouts = _rollouts(group=1)
+    batch = module.prepare(rollouts, _rewards(rollouts), module.Config())
+    assert float(jnp.max(jnp.abs(batch.advantages))) > 0.1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prepare_works_under_jit_and_keeps_the_layout(name):
+    module = plugins.load(algorithms, name)
+    rollouts, config = _rollouts(), module.Config()
+    rewards = jnp.asarray(_rewards(rollouts))
+    batch = jax.jit(module.prepare, static_argnums=2)(rollouts, rewards, config)
+    eager = module.prepare(rollouts, rewards, config)
+    np.testing.assert_allclose(batch.advantages, eager.advantages, rtol=1e-5, atol=1e-6)
+    assert (batch.group_size, batch.prompt_width, batch.old_logprobs) == (GROUP, PROMPT_WIDTH, None)
+    np.testing.assert_array_equal(batch.rollout_logprobs, rollouts.rollout_logprobs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_wanted_keeps_every_mixed_group(name):
+    module = plugins.load(algorithms, name)
+    kept = module.wanted(np.array([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0]], np.float32), module.Config())
+    assert kept.shape == (3,) and kept.dtype == bool and bool(kept[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_wrong_shapes_are_refused(name):
+    module, config, batch, logprobs, weights = _case(name)
+    with pytest.raises(AssertionError):
+        module.loss(logprobs[:, 1:], batch, weights, config)
+    with pytest.raises(AssertionError):
+        module.loss(logprobs, batch, weights[:-1], config)
