@@ -40,12 +40,12 @@ def make_progress(
     Raises:
         MissingExtraError: a bar is wanted and rich is not installed.
     """
-    stream = stream or sys.stderr
-    if mode == "auto":
-        mode = "bar" if stream.isatty() else "lines"
-    if mode == "bar":
-        return _Bar(total, start, stream)
-    return _Lines(total, start, stream if mode == "lines" else None)
+    out = sys.stderr if stream is None else stream
+    if out is None or mode == "off":  # a process may have no standard error at all
+        return _Lines(total, start, None)
+    if mode == "bar" or (mode == "auto" and out.isatty()):
+        return _Bar(total, start, out)
+    return _Lines(total, start, out)
 
 
 def summary(metrics: Mapping[str, Any]) -> str:

@@ -1,0 +1,107 @@
+"""Which pictures a report has: each panel's metric, title, unit, axis and how to read it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from fp4rl_jax.runs.report.data import RunData
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture.
+
+    Attributes:
+        name: the file's name, without ".png".
+        title: what a reader calls it.
+        unit: the label of the y axis.
+        keys: the metrics key; one that starts with "*" stands for the mean over all keys that end so.
+        scale: the y axis; "share" is linear in percent from 0.
+        hint: one sentence on what good looks like.
+    """
+
+    name: str
+    title: str
+    unit: str
+    key: str
+    scale: Literal["linear", "log", "share"]
+    hint: str
+
+
+PANELS = (
+    Panel("reward", "Reward", "mean reward", "reward_mean", "linear", "Rises when training works."),
+    Panel(
+        "mismatch",
+        "Rollout/trainer mismatch",
+        "k3 KL (nats/token)",
+        "mismatch_kl",
+        "log",
+        "How far the sampler's distribution is from the trainer's; lower is better.",
+    ),
+    Panel(
+        "logprob_gap",
+        "Largest log-prob gap",
+        "max |gap| (nats)",
+        "logprob_gap_max",
+        "log",
+        "The worst token of the step.",
+    ),
+    Panel(
+        "underflow",
+        "Code underflow",
+        "share of values rounded to zero",
+        "*/underflow",
+        "share",
+        "Mean over sites and operands of the non-zero values whose FP4 code is zero.",
+    ),
+    Panel("entropy", "Policy entropy", "nats/token", "entropy", "linear", "A fall to 0 is a collapse."),
+    Panel(
+        "length",
+        "Completion length",
+        "mean tokens",
+        "completion_length_mean",
+        "linear",
+        "Sudden growth often means that stop tokens are lost.",
+    ),
+    Panel(
+        "grad_norm",
+        "Gradient norm",
+        "global norm before clipping",
+        "grad_norm",
+        "log",
+        "Spikes mark steps worth a look.",
+    ),
+    Panel(
+        "throughput",
+        "Rollout speed",
+        "sampled tokens/s",
+        "tokens_per_second",
+        "linear",
+        "The first step compiles.",
+    ),
+)
+
+
+def panel_series(run: RunData, panel: Panel) -> tuple[np.ndarray, np.ndarray]:
+    """([S] steps, [S] values) of a panel for a run; both empty if the run lacks the metric."""
+    if not panel.key.startswith("*"):
+        return run.series(panel.key)
+    keys = [key for key in run.keys() if key.endswith(panel.key[1:])]
+    by_step: dict[int, list[float]] = {}
+    for key in keys:
+        for step, value in zip(*run.series(key), strict=True):
+            by_step.setdefault(int(step), []).append(float(value))
+    steps = np.array(sorted(by_step), np.int64)
+    return steps, np.array([np.mean(by_step[step]) for step in steps.tolist()], np.float64)
+
+
+def missing(runs: list[RunData]) -> list[str]:
+    """A line for each panel that some run cannot fill, saying which metric is absent."""
+    lines = []
+    for panel in PANELS:
+        lacking = [run.label for run in runs if not np.isfinite(panel_series(run, panel)[1]).any()]
+        if lacking:
+            where = "every run" if len(lacking) == len(runs) else ", ".join(lacking)
+            lines.append(f"{panel.title}: {panel.key} is absent in {where}")
+    return lines
