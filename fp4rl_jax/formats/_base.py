@@ -1,0 +1,290 @@
+"""What every number format answers; one file of this folder defines one.
+
+A format is a frozen dataclass whose fields are its options, so it is hashable, printable and
+static under jit. Arrays given to its methods have the quantized axis LAST and already padded to
+whole blocks; `fp4rl_jax.quantizers` does the moving and padding. `encode` is the only place of
+the project that narrows a value.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar, Literal
+
+import jax.numpy as jnp
+from jax import lax
+
+from fp4rl_jax.arrays import Array, unknown_name
+from fp4rl_jax.formats import _bits
+from fp4rl_jax.formats._grid import Bracket, Grid, GridBracket
+
+Span = Literal["none", "tensor", "row", "static", "block"]
+#: Turns the place of every value between its neighbours, and its sign, into a magnitude code.
+RoundingFn = Callable[[Bracket, Array], Array]
+
+
+def to_nearest(bracket: Bracket, negative: Array) -> Array:
+    """The default rounding of `Format.encode`: nearest, ties as the format has them."""
+    del negative
+    return bracket.nearest()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Format:
+    """A block-scaled sign-magnitude number format: x = code value * block scale * outer scale.
+
+    A new format sets the class attributes and implements `choose_scales` and `block_scale`; the
+    rest follows. Override `bracket` where a value meets its scale in another way, and `inner`
+    where a value's product with its scale is not a plain float32 product.
+
+    Attributes:
+        code_bits: 4 (two codes a byte, the first in the low nibble) or 8.
+        grid: the magnitudes that a code's lower bits count.
+        scale_width: bytes of scale data a block carries.
+        scale_nan: the byte that marks a poisoned block in the first of them; None where the
+            outer scale does.
+    """
+
+    code_bits: ClassVar[int] = 4
+    grid: ClassVar[Grid]
+    scale_width: ClassVar[int] = 1
+    scale_nan: ClassVar[int | None] = 0xFF
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            allowed = field.metadata.get("choices")
+            value = getattr(self, field.name)
+            if allowed and value not in allowed:
+                raise unknown_name(f"{field.name} of format {self.name}", value, allowed)
+
+    # ---- facts -------------------------------------------------------------------------------
+    @property
+    def name(self) -> str:
+        """The name it is found by: that of its file."""
+        return type(self).__module__.rsplit(".", 1)[-1]
+
+    @property
+    def block(self) -> int | None:
+        """Elements along the quantized axis that share a block scale; None for the whole row."""
+        raise NotImplementedError
+
+    @property
+    def block_rows(self) -> int:
+        """Rows (along the axis before the quantized one) that share a block scale."""
+        return 1
+
+    @property
+    def span(self) -> Span:
+        """What one outer scale covers."""
+        return "none"
+
+    @property
+    def outer_is_power_of_two(self) -> bool:
+        """Whether outer scales are powers of two (or absent), so that they commute with rounding."""
+        return True
+
+    @property
+    def qmax(self) -> float:
+        """The largest magnitude of an element before its scales."""
+        return self.grid.max
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits a value takes, block scales included and outer scales not."""
+        return self.code_bits + (8 * self.scale_width / self.block if self.block else 0.0)
+
+    # ---- scales ------------------------------------------------------------------------------
+    def outer_from_amax(self, amax: Array) -> Array:
+        """float32 outer scale of a span whose largest finite magnitude has raw pattern `amax`."""
+        raise NotImplementedError(f"format {self.name} has no outer scale")
+
+    def choose_scales(
+        self, x: Array, amax: Array, outer_scale: Array | None, *, span_amax: Array | None = None
+    ) -> Array:
+        """The scale bytes of every block.
+
+        Args:
+            x: [..., N] float32 or bfloat16, N a multiple of the block.
+            amax: [..., N / block] int32, raw patterns of the block maxima (see `_bits`); those of
+                non-finite blocks are at least `_bits.RAW_INFINITY`.
+            outer_scale: float32, broadcastable to [..., N / block], or None.
+            span_amax: int32 raw pattern that the outer scale was made from, where known.
+
+        Returns:
+            [..., N / block * scale_width] uint8; `scale_nan` leads a non-finite block.
+        """
+        raise NotImplementedError
+
+    def block_scale(self, scales: Array) -> Array:
+        """[..., N / block] float32 value of the scale bytes; nan for a poisoned block."""
+        raise NotImplementedError
+
+    # ---- codes -------------------------------------------------------------------------------
+    def bracket(
+        self, x: Array, scales: Array, outer_scale: Array | None, *, span_amax: Array | None = None
+    ) -> Bracket:
+        """Where |x| [..., blocks, block] lies between grid points, given its scales.
+
+        The default is exact for block scales that are float32 numbers of few bits.
+        """
+        magnitude = _bits.scaled(_bits.from_float(x), 0)
+        if outer_scale is not None:
+            raise NotImplementedError(f"format {self.name} has an outer scale and no bracket")
+        return GridBracket(self.grid, magnitude, self.block_scale(scales)[..., None])
+
+    def encode(
+        self,
+        x: Array,
+        scales: Array,
+        outer_scale: Array | None = None,
+        *,
+        rounding: RoundingFn = to_nearest,
+        span_amax: Array | None = None,
+    ) -> Array:
+        """Rounds `x / (block scale * outer scale)` to the grid: the one narrowing of the project.
+
+        Args:
+            x: [..., N] float32 or bfloat16.
+            scales: [..., ceil(N / block) * scale_width] uint8; leading axes broadcast.
+            outer_scale: float32 broadcastable to the blocks, or None.
+            rounding: which neighbour to take; nearest by default.
+            span_amax: int32 raw pattern of the magnitude that the outer scale was made from, where
+                the caller still has it (a float32 outer scale does not determine it).
+
+        Returns:
+            [..., N] uint8 codes; 0 throughout a block whose scale is zero or nan.
+
+        Exact: `encode(decode(c, s), s) == c` for every code but -0 and every usable scale.
+        """
+        blocks, length = self._to_blocks(x)
+        lead = jnp.broadcast_shapes(blocks.shape[:-2], scales.shape[:-1])
+        blocks = jnp.broadcast_to(blocks, lead + blocks.shape[-2:])
+        sign = _bits.negative(blocks)
+        magnitude = rounding(self.bracket(blocks, scales, outer_scale, span_amax=span_amax), sign)
+        code = magnitude | (sign.astype(jnp.int32) << (self.code_bits - 1))
+        code = jnp.where(self._live(scales, outer_scale)[..., None], code, 0).astype(jnp.uint8)
+        return self._from_blocks(code, length)
+
+    def inner(self, codes: Array, scales: Array, dtype: jnp.dtype = jnp.float32) -> Array:
+        """Element value times block scale, without the outer scale.
+
+        Args:
+            codes: [..., N] uint8.
+            scales: as `encode` takes them.
+            dtype: float32 or bfloat16; both hold the result exactly (six significant bits).
+        """
+        blocks, length = self._to_blocks(codes)
+        value = self.element(blocks)
+        if self.scale_width:
+            value = value * self.block_scale(scales)[..., None]
+        return self._from_blocks(value.astype(dtype), length)
+
+    def element(self, codes: Array) -> Array:
+        """float32 value of codes before any scale."""
+        codes = codes.astype(jnp.int32)
+        magnitude = self.grid.decode(codes & ((1 << (self.code_bits - 1)) - 1))
+        return jnp.where(codes >> (self.code_bits - 1) == 1, -magnitude, magnitude)
+
+    def decode(
+        self,
+        codes: Array,
+        scales: Array,
+        outer_scale: Array | None = None,
+        dtype: jnp.dtype = jnp.float32,
+    ) -> Array:
+        """The values that codes stand for; arguments as in `encode`, whose inverse it is."""
+        inner = self.inner(codes, scales)
+        if outer_scale is not None:
+            inner = apply_outer(inner, outer_scale)
+        if dtype == jnp.bfloat16:  # a GPU compiler folds a plain cast there and back away
+            inner = lax.reduce_precision(inner, exponent_bits=8, mantissa_bits=7)
+        return inner.astype(dtype)
+
+    def pack(self, codes: Array) -> Array:
+        """[..., N] codes -> [..., N * code_bits / 8] bytes, the first code in the low nibble."""
+        if self.code_bits == 8:
+            return codes
+        pairs = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
+        both = lax.bitcast_convert_type(pairs, jnp.uint16)
+        return (both | (both >> 4)).astype(jnp.uint8)
+
+    def unpack(self, packed: Array) -> Array:
+        """The inverse of `pack`."""
+        if self.code_bits == 8:
+            return packed
+        wide = packed.astype(jnp.uint16)
+        pairs = lax.bitcast_convert_type((wide | (wide << 4)) & 0x0F0F, jnp.uint8)
+        return pairs.reshape(*packed.shape[:-1], packed.shape[-1] * 2)
+
+    def finite_blocks(self, scales: Array, outer_scale: Array | None) -> Array:
+        """bool per block, False where a non-finite input has poisoned it."""
+        lead = scales.reshape(*scales.shape[:-1], -1, max(self.scale_width, 1))[..., 0]
+        fine = jnp.ones(lead.shape, bool) if self.scale_nan is None else lead != self.scale_nan
+        if outer_scale is not None:
+            fine = fine & jnp.isfinite(outer_scale)
+        return fine
+
+    def largest(self, scales: Array, outer_scale: Array | None) -> Array:
+        """int32 raw pattern, per block, of the largest magnitude that its scales can hold."""
+        log = _bits.from_float(jnp.float32(self.qmax) * self.block_scale(scales))
+        if outer_scale is not None:
+            log = _bits.multiply(log, _bits.from_float(outer_scale))
+        return _bits.raw(_bits.to_float(log))
+
+    # ---- helpers -----------------------------------------------------------------------------
+    def _live(self, scales: Array, outer_scale: Array | None) -> Array:
+        """bool per block, True where its codes mean anything."""
+        scale = self.block_scale(scales)
+        live = scale > 0  # false for nan too
+        return live if outer_scale is None else live & jnp.isfinite(outer_scale)
+
+    def _to_blocks(self, x: Array) -> tuple[Array, int]:
+        """[..., N] -> [..., blocks, block] with a zero-padded last block, and N."""
+        length = x.shape[-1]
+        block = self.block or length
+        count = -(-length // block) if length else 0
+        x = pad_last(x, count * block)
+        return x.reshape(*x.shape[:-1], count, block), length
+
+    def _from_blocks(self, x: Array, length: int) -> Array:
+        flat = x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+        return flat[..., :length]
+
+
+def pad_last(x: Array, length: int) -> Array:
+    """Pads the last axis with zeros to `length`; the array itself where it fits."""
+    missing = length - x.shape[-1]
+    if not missing:
+        return x
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+
+
+def apply_outer(inner: Array, outer_scale: Array) -> Array:
+    """`inner * outer_scale` in float32.
+
+    `outer_scale` is left-aligned with `inner`: scalar, [L] for stacked tensors, or of its rank.
+    """
+    outer = outer_scale.reshape(outer_scale.shape + (1,) * (inner.ndim - outer_scale.ndim))
+    if outer.shape[-1] not in (1, inner.shape[-1]):  # one scale a block
+        outer = jnp.repeat(outer, -(-inner.shape[-1] // outer.shape[-1]), axis=-1)[..., : inner.shape[-1]]
+    return inner * outer
+
+
+def share_rows(x: Array, rows: int, how: Literal["max", "sum"]) -> Array:
+    """Reduces [..., R, C] over groups of `rows` rows and gives every row its group's result.
+
+    A ragged last group is padded with zeros. The sum is taken in a written order.
+    """
+    if rows == 1:
+        return x
+    count = -(-x.shape[-2] // rows)
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, count * rows - x.shape[-2]), (0, 0)])
+    groups = padded.reshape(*x.shape[:-2], count, rows, x.shape[-1])
+    total = groups[..., 0, :]
+    for i in range(1, rows):
+        total = jnp.maximum(total, groups[..., i, :]) if how == "max" else total + groups[..., i, :]
+    return jnp.repeat(total, rows, axis=-2)[..., : x.shape[-2], :]
+
+
+def choices(default: str, *allowed: str) -> str:
+    """A dataclass field that admits only the given values; others raise with the nearest one."""
+    return dataclasses.field(default=default, metadata={"choices": allowed})

@@ -1,0 +1,173 @@
+"""HiF4 (HiFloat4): 64 S1P2 elements under three levels of scale, 4.5 bits a value.
+
+Level 1 is an unsigned E6M2 scale a block, level 2 a factor 1 or 2 for each 8 elements, level 3
+one for each 4. Conversion follows the public numpy oracle bit for bit, its two bfloat16 roundings
+included: they are part of the format. The four metadata bytes of a block are E6M2, the eight
+level-2 bits (bit k for group k), and the sixteen level-3 bits, low byte first.
+"""
+
+import dataclasses
+from typing import ClassVar, cast
+
+import jax.numpy as jnp
+
+from fp4rl_jax.arrays import Array
+from fp4rl_jax.formats import _bits
+from fp4rl_jax.formats._base import Format, Span, choices
+from fp4rl_jax.formats._grid import Grid, GridBracket
+
+#: bfloat16(1 / m) of the E6M2 significands m = 1, 1.25, 1.5, 1.75, as R * 2^-8 (1 is 128 * 2^-7)
+_RECIPROCALS = (128, 205, 171, 146)
+_SEVENTH = 73  # bfloat16(1/7) = 73 / 512
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HiF4(Format):
+    """Element * 2^(level 2 + level 3) * E6M2 (* an optional power-of-two outer scale).
+
+    Attributes:
+        outer: "none" (the format as published; values below about 1e-12 underflow), or a
+            power-of-two outer scale a "tensor", a "row", or given ("static"), for gradients.
+    """
+
+    outer: str = choices("none", "none", "tensor", "row", "static")
+    grid: ClassVar[Grid] = Grid(values=(0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75), ties="away")
+    scale_width: ClassVar[int] = 4
+
+    @property
+    def block(self) -> int:
+        return 64
+
+    @property
+    def span(self) -> Span:
+        return cast(Span, self.outer)
+
+    # ---- scales ------------------------------------------------------------------------------
+    def outer_from_amax(self, amax: Array) -> Array:
+        """The smallest 2^k with amax <= 7 * 2^k."""
+        log = _bits.log_form(amax)
+        fraction = log & ((1 << _bits.MANTISSA) - 1)
+        k = _bits.exponent(log) - 2 + (fraction > 3 << 21).astype(jnp.int32)  # 7 = 1.75 * 4
+        return _bits.power_of_two(jnp.where(amax == 0, 0, jnp.maximum(k, -126)))
+
+    def choose_scales(
+        self, x: Array, amax: Array, outer_scale: Array | None, *, span_amax: Array | None = None
+    ) -> Array:
+        del span_amax
+        level_1 = self._level_1(self._divided(_bits.log_form(amax), outer_scale))
+        level_1 = jnp.where(amax == 0, 0, level_1)
+        blocks, _ = self._to_blocks(x)
+        fours = blocks.reshape(*blocks.shape[:-1], 16, 4)
+        peak = _bits.raw(fours).max(axis=-1)  # [..., blocks, 16]
+        outer = None if outer_scale is None else outer_scale[..., None]
+        by_four = self._divided(_bits.log_form(peak), outer)
+        by_eight = jnp.maximum(by_four[..., 0::2], by_four[..., 1::2])
+        two = _at_least(by_eight, level_1[..., None], 2)  # peak * rec >= 4
+        three = _at_least(by_four, level_1[..., None], 1 + jnp.repeat(two, 2, axis=-1))
+        low, high = _pack_bits(three[..., :8]), _pack_bits(three[..., 8:])
+        scales = jnp.stack([level_1, _pack_bits(two), low, high], axis=-1)
+        poisoned = amax >= _bits.RAW_INFINITY
+        if outer_scale is not None:
+            poisoned = poisoned | ~jnp.isfinite(outer_scale)
+        scales = jnp.where(poisoned[..., None], jnp.array([0xFF, 0, 0, 0]), scales)
+        return scales.astype(jnp.uint8).reshape(*scales.shape[:-2], -1)
+
+    def _level_1(self, log: Array) -> Array:
+        """int32 E6M2 byte of a block maximum: bf16(V * bf16(1/7)), then two more bits dropped."""
+        product = _bits.significand(log).astype(jnp.uint32) * _SEVENTH  # 29.2 to 30.2 bits, exact
+        top = 29 + (product >= (1 << 30)).astype(jnp.int32)
+        kept = _round_even(product, (top - 7).astype(jnp.uint32)).astype(jnp.int32)  # 8 bits or 256
+        exponent = _bits.exponent(log) - 23 - 9 + top
+        mantissa = _round_even(kept.astype(jnp.uint32), jnp.uint32(5)).astype(jnp.int32)
+        byte = ((exponent + 48) << 2) + mantissa - 4  # mantissa 4..8: a carry moves up by itself
+        return jnp.clip(byte, 0, 0xFE)
+
+    def _divided(self, log: Array, outer_scale: Array | None) -> Array:
+        if outer_scale is None:
+            return log
+        return _bits.multiply(log, _bits.divide(jnp.int32(_bits.ONE), _bits.from_float(outer_scale)))
+
+    def _fields(self, scales: Array) -> tuple[Array, Array]:
+        """E6M2 byte [..., blocks] and level-2 + level-3 exponents [..., blocks, 16], int32."""
+        fields = scales.reshape(*scales.shape[:-1], -1, 4).astype(jnp.int32)
+        group = jnp.arange(16)
+        two = (fields[..., 1:2] >> (group // 2)) & 1
+        three = ((fields[..., 2:3] | (fields[..., 3:4] << 8)) >> group) & 1
+        return fields[..., 0], two + three
+
+    def block_scale(self, scales: Array) -> Array:
+        """float32 E6M2 value, level 1 only."""
+        byte, _ = self._fields(scales)
+        value = _e6m2(byte)
+        return jnp.where(byte == 0xFF, jnp.float32(jnp.nan), value)
+
+    # ---- codes -------------------------------------------------------------------------------
+    def bracket(
+        self, x: Array, scales: Array, outer_scale: Array | None, *, span_amax: Array | None = None
+    ) -> "HiF4Bracket":
+        del span_amax
+        byte, fine = self._fields(scales)
+        log = self._divided(_bits.from_float(x), None if outer_scale is None else outer_scale[..., None])
+        fine = jnp.repeat(fine, 4, axis=-1)
+        byte = jnp.broadcast_to(byte[..., None], fine.shape)
+        magnitude = _bits.scaled(log, fine)
+        return HiF4Bracket(self.grid, magnitude, _e6m2(byte), log=log, byte=byte, fine=fine)
+
+    def inner(self, codes: Array, scales: Array, dtype: jnp.dtype = jnp.float32) -> Array:
+        blocks, length = self._to_blocks(codes)
+        _, fine = self._fields(scales)
+        fine = jnp.repeat(_bits.power_of_two(fine), 4, axis=-1)
+        value = self.element(blocks) * fine * self.block_scale(scales)[..., None]
+        return self._from_blocks(value.astype(dtype), length)
+
+
+@dataclasses.dataclass(frozen=True)
+class HiF4Bracket(GridBracket):
+    """A grid bracket whose nearest code goes through the format's bfloat16 reciprocal."""
+
+    log: Array
+    byte: Array
+    fine: Array
+
+    def nearest(self) -> Array:
+        product, exponent = _times_reciprocal(self.log, self.byte)
+        # code = floor(product * 2^exponent * 2^-fine * 4 + 1/2); product < 2^32
+        shift = jnp.clip(self.fine - 2 - exponent, 25, 34).astype(jnp.uint32)
+        halves = jnp.where(shift > 32, 0, product >> jnp.minimum(shift - 1, jnp.uint32(31)))
+        return jnp.minimum((halves + 1) >> 1, 7).astype(jnp.int32)
+
+
+def _e6m2(byte: Array) -> Array:
+    """float32 2^(E - 48) * (1 + M / 4) of an int32 byte."""
+    return _bits.power_of_two((byte >> 2) - 48) * (1 + (byte & 3).astype(jnp.float32) * 0.25)
+
+
+def _times_reciprocal(log: Array, byte: Array) -> tuple[Array, Array]:
+    """value * bf16(1 / E6M2) as an exact uint32 product and an int32 exponent."""
+    m = byte & 3
+    factor = jnp.where(m == 0, _RECIPROCALS[0], jnp.where(m == 1, _RECIPROCALS[1], 0))
+    factor = jnp.where(m == 2, _RECIPROCALS[2], jnp.where(m == 3, _RECIPROCALS[3], factor))
+    product = _bits.significand(log).astype(jnp.uint32) * factor.astype(jnp.uint32)
+    exponent = _bits.exponent(log) - 23 - jnp.where(m == 0, 7, 8) - ((byte >> 2) - 48)
+    return product, exponent
+
+
+def _at_least(log: Array, byte: Array, threshold_exponent: Array | int) -> Array:
+    """int32 1 where value * bf16(1 / E6M2) >= 2^threshold_exponent."""
+    product, exponent = _times_reciprocal(log, byte)
+    top = 30 + (product >= jnp.uint32(1 << 31)).astype(jnp.int32)  # product >= 2^30 always
+    return (exponent + top >= threshold_exponent).astype(jnp.int32)
+
+
+def _round_even(whole: Array, shift: Array) -> Array:
+    """uint32 `whole / 2^shift`, ties to even."""
+    one = jnp.uint32(1)
+    return (whole + (one << (shift - one)) - one + ((whole >> shift) & one)) >> shift
+
+
+def _pack_bits(bits: Array) -> Array:
+    """[..., 8] of 0/1 -> [...] int32, bit k from entry k."""
+    return (bits << jnp.arange(8)).sum(axis=-1)
+
+
+FORMAT = HiF4()
