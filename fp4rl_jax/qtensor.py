@@ -1,0 +1,110 @@
+"""The pytree of a quantized array: packed codes, scale bytes, outer scale, and what they mean."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from fp4rl_jax.arrays import Array
+from fp4rl_jax.formats import Format
+
+
+@struct.dataclass
+class QTensor:
+    """A quantized array of shape [...], standing for `dequantize()`.
+
+    The quantized axis is stored last, so a QTensor whose leaves carry extra leading axes (stacked
+    layers) passes through vmap and scan. The shape is derived, never stored.
+
+    Attributes:
+        packed: [..., ceil(N / block) * block * code_bits / 8] uint8, N the quantized axis.
+        scales: [..., ceil(N / block) * scale_width] uint8.
+        outer_scale: float32: [] for a tensor, [..., 1] a row, [..., blocks] for FP8 blocks; None
+            where the format has none. The rows' layout is that of `packed`.
+        fmt: the format, static.
+        axis: the quantized axis, static and negative.
+        length: N before padding, static.
+    """
+
+    packed: Array
+    scales: Array
+    outer_scale: Array | None
+    fmt: Format = struct.field(pytree_node=False)
+    axis: int = struct.field(pytree_node=False, default=-1)
+    length: int = struct.field(pytree_node=False, default=0)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array that was quantized."""
+        return _insert(self.packed.shape[:-1], self.axis, self.length)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes of the array that was quantized."""
+        return len(self.packed.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: codes, scales and outer scale, padding included."""
+        leaves = jax.tree.leaves(self)
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits a value takes with its block scales; the outer scale is not counted."""
+        return self.fmt.bits_per_value
+
+    @property
+    def finite(self) -> Array:
+        """[] bool, False where a non-finite input has poisoned a block."""
+        return jnp.all(self.fmt.finite_blocks(self.scales, self.outer_scale))
+
+    def codes(self) -> Array:
+        """uint8 codes in the shape of the array: 0..15, or the raw byte of an 8-bit format."""
+        return self._restore(self.fmt.unpack(self.packed)[..., : self.length])
+
+    def scale_bytes(self) -> Array:
+        """uint8 block-scale bytes; the quantized axis counts blocks * bytes a block."""
+        return self._restore(self.scales)
+
+    def inner(self, dtype: jnp.dtype = jnp.float32) -> Array:
+        """Element value times block scale, without the outer scale, in the array's shape.
+
+        Exact in bfloat16 and float32 alike: multiply it with another operand's, accumulate in
+        float32, and apply the outer scales to the result.
+        """
+        value = self.fmt.inner(self.fmt.unpack(self.packed), self.scales, dtype)
+        return self._restore(value[..., : self.length])
+
+    def dequantize(self, dtype: jnp.dtype = jnp.float32) -> Array:
+        """The values, outer scale included; nan throughout a poisoned block."""
+        codes = self.fmt.unpack(self.packed)
+        value = self.fmt.decode(codes, self.scales, self.outer_scale, dtype)
+        return self._restore(value[..., : self.length])
+
+    def _restore(self, x: Array) -> Array:
+        return jnp.moveaxis(x, -1, self.axis)
+
+
+def dequantize(q: QTensor, dtype: jnp.dtype = jnp.float32) -> Array:
+    """The values that `q` stands for: element * block scale * outer scale.
+
+    Args:
+        q: a QTensor.
+        dtype: float32 or bfloat16. Exact in both where the outer scale is a power of two.
+
+    Returns:
+        Array of shape `q.shape`.
+    """
+    return q.dequantize(dtype)
+
+
+def _insert(lead: tuple[int, ...], axis: int, length: int) -> tuple[int, ...]:
+    position = len(lead) + 1 + axis
+    return (*lead[:position], length, *lead[position:])

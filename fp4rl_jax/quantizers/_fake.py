@@ -1,0 +1,74 @@
+"""Straight-through estimator of one array: quantize and dequantize forward, a written rule backward."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from fp4rl_jax.arrays import Array, PyTree
+from fp4rl_jax.formats import Format, _bits
+from fp4rl_jax.quantizers._encode import AxisName, Encoded, encode
+from fp4rl_jax.quantizers.rounding import Hint, Rounding
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
+@partial(jax.jit, static_argnums=(4, 5, 6, 7, 8))
+def fake_quantize(
+    x: Array,
+    key: Array | None,
+    hint: Hint | None,
+    outer_scale: Array | None,
+    fmt: Format,
+    rounding: Rounding,
+    ste: str,
+    axis: int,
+    axis_name: AxisName,
+) -> Array:
+    """`dequantize(quantize(x))` in x's dtype; the arguments are `Quantizer`'s."""
+    encoded = encode(
+        x, fmt, rounding, axis=axis, key=key, hint=hint, outer_scale=outer_scale, axis_name=axis_name
+    )
+    return _values(x, encoded, fmt, axis)
+
+
+def _values(x: Array, encoded: Encoded, fmt: Format, axis: int) -> Array:
+    value = fmt.decode(encoded.codes, encoded.scales, encoded.outer_scale, x.dtype)
+    return jnp.moveaxis(value[..., : x.shape[axis]], -1, axis)
+
+
+def _forward(x, key, hint, outer_scale, fmt, rounding, ste, axis, axis_name):
+    encoded = encode(
+        x, fmt, rounding, axis=axis, key=key, hint=hint, outer_scale=outer_scale, axis_name=axis_name
+    )
+    passes = None if ste == "identity" else _inside(x, encoded, fmt, axis)
+    return _values(x, encoded, fmt, axis), (passes, key, hint, outer_scale)
+
+
+def _backward(fmt, rounding, ste, axis, axis_name, saved, dy):
+    passes, key, hint, outer_scale = saved
+    dx = dy if passes is None else jnp.where(passes, dy, jnp.zeros_like(dy))
+    return dx, _zero(key), _zero(hint), _zero(outer_scale)
+
+
+fake_quantize.defvjp(_forward, _backward)
+
+
+def _inside(x: Array, encoded: Encoded, fmt: Format, axis: int) -> Array:
+    """bool in x's shape, True where |x| / scale <= qmax."""
+    magnitude = _bits.raw(jnp.moveaxis(x, axis, -1))
+    top = fmt.largest(encoded.scales, encoded.outer_scale)
+    inside = (
+        magnitude <= jnp.repeat(top, fmt.block or magnitude.shape[-1], axis=-1)[..., : magnitude.shape[-1]]
+    )
+    return jnp.moveaxis(inside, -1, axis)
+
+
+def _zero(tree: PyTree) -> PyTree:
+    """A cotangent of zeros: float0 for integers and keys."""
+
+    def zero(leaf: Array) -> Array:
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jnp.zeros_like(leaf)
+        return jnp.zeros(leaf.shape, jax.dtypes.float0)
+
+    return jax.tree.map(zero, tree)
