@@ -33,6 +33,7 @@ CATALOGUE = (
     Metric("params_version", "-", "The parameter version that the step's rollouts were sampled from."),
     Metric("reward_mean", "reward", "Mean reward of the step's completions."),
     Metric("reward_std", "reward", "Standard deviation of the reward over the completions."),
+    Metric("correct_share", "0..1", "Share of completions that the task counts as right."),
     Metric("reward/*", "reward", "Mean of one part of the reward, by the task's name for it."),
     Metric(
         "mixed_groups_share", "0..1", "Share of groups whose rewards are not all equal: those that teach."
@@ -75,8 +76,9 @@ CATALOGUE = (
     Metric("grad_norm", "-", "Global norm of the gradient before clipping."),
     Metric("learning_rate", "-", "Learning rate of the last update of the step."),
     Metric("updates_skipped", "updates", "Updates skipped because a loss or gradient was not finite."),
-    Metric("kl_ref", "nats/token", "KL of the policy to the frozen reference, where there is one."),
-    Metric("algorithm/*", "-", "What the algorithm reports of its own (clip shares and the like)."),
+    Metric("policy_ratio", "factor", "Mean of the updated policy's ratio to the policy of the rollout."),
+    Metric("policy_clipped_share", "0..1", "Share of tokens whose policy ratio the loss clipped."),
+    Metric("ref_kl", "nats/token", "KL of the policy to the frozen reference, where there is one."),
     Metric("*/underflow", "0..1", "Per site and operand: share of non-zero values whose code is zero."),
     Metric("*/saturation", "0..1", "Per site and operand: share of values at the format's largest code."),
     Metric("*/zero_blocks", "0..1", "Per site and operand: share of blocks with scale zero, not all zero."),

@@ -13,7 +13,6 @@ renamed into place. A folder is a checkpoint only if its marker is there and eve
 so a kill at any instant leaves the previous checkpoint as it was.
 """
 
-import logging
 import re
 import shutil
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from absl import logging
 
 from fp4rl_jax.arrays import PyTree
 from fp4rl_jax.runs import commit, leaves
@@ -33,8 +33,6 @@ from fp4rl_jax.runs.errors import (
     storage_errors,
 )
 from fp4rl_jax.runs.files import dump_json, fsync_directory, plain_value, read_json, write_atomically
-
-log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"(\d{8})(\.old)?")
 _STATE, _LEAVES, _HOST = "state", "leaves.json", "host.json"
@@ -166,7 +164,7 @@ class Checkpointer:
         """The newest folder whose digests agree, and a line for each one passed over."""
         passed_over = [f"{path}: half-written (no commit marker)" for path in sorted(self.root.glob("*.tmp"))]
         for line in passed_over:
-            log.warning("checkpoint %s; it is ignored", line)
+            logging.warning("checkpoint %s; it is ignored", line)
         for number, path in self._candidates():
             if step is not None and number != step:
                 continue
@@ -175,7 +173,7 @@ class Checkpointer:
                 return path, tuple(passed_over)
             passed_over.append(f"{path}: {problem}")
             self._passed_over.add(path)
-            log.warning("checkpoint %s is damaged (%s); trying the one before it", path, problem)
+            logging.warning("checkpoint %s is damaged (%s); trying the one before it", path, problem)
         what = "no sound checkpoint" if step is None else f"no sound checkpoint of step {step}"
         raise NoCheckpointError(
             f"{what} in {self.root}" + (f": {'; '.join(passed_over)}" if passed_over else "")
@@ -253,7 +251,7 @@ class Checkpointer:
             path.rename(gone)
             shutil.rmtree(gone)
         except OSError as error:
-            log.warning("checkpoint %s is no longer needed and cannot be deleted: %s", path, error.strerror)
+            logging.warning("superfluous checkpoint %s cannot be deleted: %s", path, error.strerror)
 
     def _best(self, paths: list[Path]) -> list[Path]:
         """The folder with the highest score of the metric `keep_best`, the later of equals; or none."""

@@ -2,11 +2,12 @@
 
 import fcntl
 import hashlib
-import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
+
+from absl import logging
 
 from fp4rl_jax.runs import files
 from fp4rl_jax.runs.checkpoints import Checkpointer
@@ -21,8 +22,6 @@ from fp4rl_jax.runs.errors import (
 )
 from fp4rl_jax.runs.manifest import manifest_changes
 from fp4rl_jax.runs.metrics import MetricsWriter
-
-log = logging.getLogger(__name__)
 
 #: Dotted keys that a resumed run may change; a trailing ".*" allows a whole section.
 MAY_CHANGE = (
@@ -133,11 +132,11 @@ class RunDirectory:
         for name in (METRICS, TRANSCRIPTS):
             dropped = files.keep_lines(self.path / name, lambda record: record["step"] < step)
             if dropped:
-                log.info("%s: %d lines of step %d and later dropped", self.path / name, dropped, step)
+                logging.info("%s: %d lines of step %d and later dropped", self.path / name, dropped, step)
         files.keep_lines(self.path / EVALS, lambda record: record["step"] <= step)
         written = [record["step"] for record in files.read_lines(self.path / METRICS)]
         if step > 0 and (not written or written[-1] != step - 1):
-            log.warning(
+            logging.warning(
                 "%s ends at step %s, expected %d: lines are missing",
                 self.path / METRICS,
                 written[-1] if written else "none",
@@ -164,10 +163,9 @@ class RunDirectory:
             values: `metric` (e.g. "pass@1"), `value`, `low`, `high` (a 95 % interval), `count`.
         """
         path = self.path / EVALS
-        files.keep_lines(path, lambda record: (record["step"], record.get("name")) != (step, name))
-        lines = files.JsonLines(path)
-        lines.append({"step": step, "name": name, **values})
-        lines.close()
+        record = files.strict_record({"step": step, "name": name, **values})
+        others = [r for r in files.read_lines(path) if (r["step"], r.get("name")) != (step, name)]
+        files.write_atomically(path, files.dump_lines([*others, record]))
 
     def write_manifest(self, manifest: Mapping[str, Any]) -> None:
         """Saves manifest.json; what an earlier start of the same run wrote moves to `earlier_starts`."""
@@ -176,7 +174,7 @@ class RunDirectory:
         if path.exists():
             saved = files.read_json(path)
             for key, old, new in manifest_changes(saved, manifest):
-                log.warning(
+                logging.warning(
                     "%s: %s was %s and is now %s: bit-equal metrics are not promised", path, key, old, new
                 )
             earlier = [*saved.pop("earlier_starts", []), saved]

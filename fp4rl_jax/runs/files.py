@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,11 @@ def write_atomically(path: Path, data: bytes) -> None:
 def dump_json(value: Any) -> bytes:
     """Canonical, readable JSON: sorted keys, two-space indent, strict (no NaN literals)."""
     return (json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+def dump_lines(records: Iterable[Mapping[str, Any]]) -> bytes:
+    """One line of strict JSON a record, keys in their own order."""
+    return "".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode()
 
 
 def read_json(path: Path) -> Any:
@@ -103,7 +108,7 @@ class JsonLines:
             StorageError: the disk refused; the lines before are kept and a part line is cut off.
             RecordError: a value has no JSON form; nothing was written.
         """
-        line = (json.dumps(strict_record(record), allow_nan=False) + "\n").encode()
+        line = dump_lines([strict_record(record)])
         start = os.fstat(self._descriptor).st_size
         with storage_errors(self.path, doing="append a line"):
             try:

@@ -6,15 +6,16 @@ Typed PRNG keys are stored as their key data; integers below one byte as bytes; 
 their shape alone.
 """
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging import LogRecord
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 
 from fp4rl_jax.arrays import PyTree
 from fp4rl_jax.runs.errors import CheckpointError, storage_errors
@@ -94,7 +95,8 @@ def read(path: Path, index: Index, template: PyTree) -> PyTree:
         how = {name: layout for name, (_, layout) in plans.items()}
         with _quiet(), _handler() as checkpointer:
             arrays = checkpointer.restore(path, ocp.args.PyTreeRestore(item, restore_args=how))
-    filled = [_finish(index[name], arrays.get(name), leaf) for name, leaf in named]
+    # Popped one by one: the host copy of a leaf is gone before the next one is made.
+    filled = [_finish(index[name], arrays.pop(name, None), leaf) for name, leaf in named]
     return jax.tree.unflatten(jax.tree.structure(template), filled)
 
 
@@ -166,7 +168,8 @@ def _handler() -> Iterator[Any]:
     """An orbax checkpointer, closed on the way out."""
     import orbax.checkpoint as ocp
 
-    checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    # Uncompressed: weights hardly shrink, and compressing holds a second copy of the state.
+    checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
     try:
         yield checkpointer
     finally:
@@ -176,9 +179,9 @@ def _handler() -> Iterator[Any]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps orbax's own log (a traceback a thread on a refused write) out of ours meanwhile."""
-    logger = logging.getLogger("absl")
+    logger = logging.get_absl_logger()
 
-    def drop(record: logging.LogRecord) -> bool:
+    def drop(record: LogRecord) -> bool:
         return "orbax" not in record.pathname
 
     logger.addFilter(drop)
