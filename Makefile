@@ -20,10 +20,10 @@ demo: venv      ## show what the project does, on two CPU cores
 	$(BIN)/fp4rl formats
 
 test: venv      ## the tests of every mechanism, in minutes, without a network
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(BIN)/pytest -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-all: venv-tasks models/smollm2  ## every test that needs no GPU; fetches SmolLM2-135M once
-	$(BIN)/pytest -m "not gpu"
+	$(BIN)/pytest -m "not gpu" $(PYTEST_ARGS)
 
 models/smollm2: | venv
 	$(BIN)/fp4rl fetch smollm2

@@ -9,9 +9,43 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fp4rl_jax.configuring import ConfigError, build, merge, parse_override, read_file, to_plain
+from fp4rl_jax.configuring import (
+    ConfigError,
+    Plugin,
+    RecipeSection,
+    build,
+    checking,
+    merge,
+    parse_override,
+    plugin_section,
+    read_file,
+    to_plain,
+)
 from fp4rl_jax.configuring import validate as validate_sections
+from fp4rl_jax.models.config import ModelConfig, sites
+from fp4rl_jax.ops.config import OpsConfig
+from fp4rl_jax.parallel.mesh import MeshConfig
 from fp4rl_jax.runs.config import RunConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """The policy to start from.
+
+    Attributes:
+        path: a Hugging Face folder or a GGUF file; none starts from random parameters.
+        shape: the shape of those; refused beside a path, which brings its own.
+    """
+
+    path: str | None = None
+    shape: ModelConfig = ModelConfig()
+
+    def validate(self, root: Any) -> None:
+        """Refuses a shape beside a path: one of the two would not be honoured."""
+        if self.path is not None and self.shape != ModelConfig():
+            raise ValueError(
+                f"path = {self.path!r} brings its own shape; [model.shape] would not be honoured"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,6 +53,13 @@ class Config:
     """Everything that a run is made of; frozen, hashable, equal by value."""
 
     run: RunConfig = RunConfig()
+    model: ModelSection = ModelSection()
+    recipe: RecipeSection = dataclasses.field(default_factory=RecipeSection)
+    algorithm: Plugin = plugin_section("fp4rl_jax.algorithms", default="grpo")
+    correction: Plugin = plugin_section("fp4rl_jax.corrections", default="tis")
+    task: Plugin = plugin_section("fp4rl_jax.tasks", default="arithmetic")
+    ops: OpsConfig = OpsConfig()
+    mesh: MeshConfig = MeshConfig()
 
 
 def load(files: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
@@ -43,10 +84,17 @@ def load(files: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
 def validate(config: Config) -> None:
     """Refuses a configuration that cannot work, before any device is used.
 
+    Each section's dataclass checks itself against the whole (`validate(root)`), the algorithm the group
+    size, and a recipe's patterns are held against the sites of a model whose shape is given here.
+
     Raises:
         ConfigError: names the dotted path and the numbers that do not fit together.
     """
     validate_sections(config, root=config)
+    if config.model.path is None:
+        with checking("recipe"):
+            for side, plugin in (("trainer", config.recipe.trainer), ("rollout", config.recipe.rollout)):
+                getattr(plugin.module, side)(plugin.config).resolve(sites(config.model.shape))
 
 
 def dump(config: Config) -> str:
@@ -54,7 +102,12 @@ def dump(config: Config) -> str:
 
     Exact: `load([file holding dump(config)]) == config`.
     """
-    return json.dumps(to_plain(config), indent=2) + "\n"
+    return json.dumps(as_dict(config), indent=2) + "\n"
 
 
-__all__ = ["Config", "ConfigError", "dump", "load", "validate"]
+def as_dict(config: Config) -> dict[str, Any]:
+    """The resolved configuration as plain values; what `dump` writes."""
+    return to_plain(config)
+
+
+__all__ = ["Config", "ConfigError", "as_dict", "dump", "load", "validate"]

@@ -243,7 +243,6 @@ assert not BLOCKED & set(sys.modules)
 """
 
 
-@pytest.mark.skipif(not (PACKAGE / "quantizers").exists(), reason="the quantizers have not landed")
 def test_import_and_quantizers_work_with_the_core_dependencies_alone() -> None:
     core = _closure([Requirement(text).name for text in _project()["dependencies"]])
     blocked = {

@@ -5,7 +5,7 @@ Knows dataclasses and plug-in folders, and nothing of what is configured. Read i
 `Config`), `build` (mapping to dataclass), `plain` (dataclass to what JSON and TOML can hold).
 """
 
-from fp4rl_jax.configuring.build import build, to_plain, validate
+from fp4rl_jax.configuring.build import build, checking, to_plain, validate
 from fp4rl_jax.configuring.errors import ConfigError
 from fp4rl_jax.configuring.plugin import Plugin, plugin_section
 from fp4rl_jax.configuring.sides import RecipeSection
@@ -17,6 +17,7 @@ __all__ = [
     "RecipeSection",
     "Word",
     "build",
+    "checking",
     "merge",
     "parse_override",
     "plugin_section",

@@ -6,12 +6,13 @@ Accepted field types: bool, int, float, str, None, Literal, unions, tuple, neste
 that names the dotted path, the value and the type.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Union
 
 from fp4rl_jax import plugins
@@ -178,7 +179,8 @@ def section(values: Any, *, path: str) -> Mapping[str, Any]:
 def located(path: str, error: ValueError) -> ConfigError:
     """`error` as a ConfigError that begins with `path`, unless its text already does."""
     text = str(error)
-    return ConfigError(text if text.startswith(path) else f"{path}: {text}")
+    known = not path or text.startswith(f"{path}.")
+    return ConfigError(text if known else f"{path}: {text}")
 
 
 def join(path: str, key: str) -> str:
@@ -228,8 +230,15 @@ def validate(section: Any, *, root: Any, path: str = "") -> None:
         validate(getattr(section, field.name), root=root, path=join(path, field.name))
     if section is root or not hasattr(section, "validate"):
         return
-    try:
+    with checking(path):
         section.validate(root)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextlib.contextmanager
+def checking(path: str) -> Iterator[None]:
+    """Turns a ValueError raised inside into a ConfigError that names the section `path`."""
+    try:
+        yield
     except ConfigError:
         raise
     except ValueError as error:

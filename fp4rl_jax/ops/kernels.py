@@ -9,7 +9,15 @@ from fp4rl_jax.ops import machine as machines
 from fp4rl_jax.ops.machine import Machine
 from pallas_kernels.dispatch import Choice, Facts, UnsupportedError
 
-__all__ = ["Choice", "Facts", "UnsupportedError", "facts_of", "matmul", "select_matmul"]
+__all__ = [
+    "Choice",
+    "Facts",
+    "UnsupportedError",
+    "facts_of",
+    "matmul",
+    "select_grouped_matmul",
+    "select_matmul",
+]
 
 
 def facts_of(machine: Machine, **call: int | str) -> Facts:
@@ -25,6 +33,11 @@ def facts_of(machine: Machine, **call: int | str) -> Facts:
 def select_matmul(facts: Facts) -> Choice:
     """The matmul implementation that these facts lead to, with the reasons."""
     return pallas_kernels.matmul.select(facts)
+
+
+def select_grouped_matmul(facts: Facts) -> Choice:
+    """The grouped matmul implementation that these facts lead to, with the reasons."""
+    return pallas_kernels.grouped_matmul.select(facts)
 
 
 def matmul(x: Array, w: Array, *, dims: tuple[int, int] = (1, 1), order: str = "free") -> Array:
