@@ -78,8 +78,10 @@ def _check_tensors(source: Source, wanted: list[Piece]) -> None:
 
 
 def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
-    return f"{names[0]!r}{more}"
+    """The first three names, the number of the others, and the verb."""
+    shown = ", ".join(map(repr, names[:3]))
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{shown}{more} {'is' if len(names) == 1 else 'are'}"
 
 
 def same_values(source: Source, first: str, second: str) -> bool:

@@ -191,8 +191,12 @@ def _check_windows(fields: Mapping[str, Any], family: str) -> None:
 def _rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """(theta, scaling), from `rope_parameters` or from `rope_theta` and `rope_scaling`."""
     name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
+    if fields.get("rope_parameters") and fields.get("rope_scaling"):
+        raise CheckpointError("config.json has both rope_parameters and rope_scaling, expected one of them")
     rope = dict(fields.get(name) or {})
     theta = rope.pop("rope_theta", fields.get("rope_theta"))
+    if fields.get("rope_theta", theta) != theta:
+        raise CheckpointError(f"config.json: rope_theta = {fields['rope_theta']}, but {name} says {theta}")
     if theta is None:
         raise CheckpointError("config.json has no rope_theta, neither of its own nor in rope_parameters")
     kinds = {rope.pop(key) for key in ("rope_type", "type") if key in rope} or {"default"}

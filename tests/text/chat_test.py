@@ -1,5 +1,6 @@
 """The template environment: what published templates may use, and what the sandbox refuses."""
 
+import dataclasses
 import datetime
 
 import pytest
@@ -54,8 +55,6 @@ def test_a_template_that_fails_or_escapes_is_one_error(source: str, message: str
 
 
 def test_a_tokenizer_without_a_template_says_so() -> None:
-    import dataclasses
-
     tokenizer = dataclasses.replace(text.byte_tokenizer(), chat_template=None)
     with pytest.raises(text.ChatTemplateError, match="no chat template"):
         tokenizer.render_chat(MESSAGES)
