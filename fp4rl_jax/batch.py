@@ -6,8 +6,11 @@ right-padded. The last prompt token is therefore always in column `prompt_width 
 has no hole, and rows `p * group_size .. (p + 1) * group_size - 1` share prompt `p`.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import numpy as np
 from flax import struct
 
 from fp4rl_jax.arrays import Array, PyTree
@@ -69,3 +72,31 @@ class TrainBatch:
     guidance: PyTree = None
     prompt_width: int = struct.field(pytree_node=False, default=0)
     group_size: int = struct.field(pytree_node=False, default=1)
+
+
+def take_rows(rollouts: Rollouts, rows: np.ndarray) -> Rollouts:
+    """The rollouts of the given rows, in that order; leaves of host or device arrays alike.
+
+    Args:
+        rollouts: of B rows; every leaf of `guidance` has the rows first.
+        rows: [N] int, row numbers; whole groups, so that the layout stays true.
+    """
+    return _over_rows(lambda x: x[rows], rollouts)
+
+
+def concatenate_rows(parts: Sequence[Rollouts]) -> Rollouts:
+    """Joins rollouts of one params version and one geometry along their rows.
+
+    Raises:
+        ValueError: the parts were sampled from different params versions.
+    """
+    versions = {int(part.params_version) for part in parts}
+    if len(versions) != 1:
+        raise ValueError(f"rollouts of different params versions {sorted(versions)} cannot be one batch")
+    return _over_rows(lambda *xs: np.concatenate(xs) if len(xs) > 1 else xs[0], *parts)
+
+
+def _over_rows(fn: Callable[..., Array], first: Rollouts, *rest: Rollouts) -> Rollouts:
+    """Maps the leaves that have rows; `params_version` and `stats` stay the first one's."""
+    cut = [part.replace(params_version=None, stats=None) for part in (first, *rest)]
+    return jax.tree.map(fn, *cut).replace(params_version=first.params_version, stats=first.stats)

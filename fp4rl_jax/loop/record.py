@@ -1,0 +1,61 @@
+"""One step's metrics row: plain numbers by documented key (docs/RUNS.md), nothing on the device."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from fp4rl_jax.batch import TrainBatch
+from fp4rl_jax.loop.collect import Collected
+from fp4rl_jax.objectives.means import Sums
+from fp4rl_jax.objectives.mismatch import mismatch_metrics
+from fp4rl_jax.trainer import Outcome
+
+Row = dict[str, float]
+
+
+def rollout_row(collected: Collected) -> Row:
+    """What the rollouts say: rewards, their parts, lengths, tokens and quantization statistics."""
+    lengths = np.asarray(collected.rollouts.loss_mask).sum(axis=-1)
+    group = collected.rollouts.group_size
+    spread = collected.rewards.reshape(-1, group).std(axis=-1)
+    row = {
+        "reward_mean": float(collected.rewards.mean()),
+        "reward_std": float(collected.rewards.std()),
+        "mixed_groups_share": float((spread > 0).mean()),
+        "completion_length_mean": float(lengths.mean()),
+        "completion_length_max": float(lengths.max()),
+        "finished_share": float(np.asarray(collected.rollouts.finished).mean()),
+        "sampling_rounds": float(collected.rounds),
+        "sampled_tokens": float(collected.sampled_tokens),
+    }
+    row |= {f"reward/{name}": float(values.mean()) for name, values in collected.parts.items()}
+    return row | flatten_sums(collected.rollouts.stats)
+
+
+def update_row(batch: TrainBatch, outcomes: list[Outcome]) -> Row:
+    """What the updates say: mismatch over the whole batch, loss, gradient, entropy, skips."""
+    logprobs = np.concatenate([np.asarray(outcome.trainer_logprobs) for outcome in outcomes])
+    mismatch = jax.device_get(mismatch_metrics(logprobs, batch.rollout_logprobs, batch.loss_mask))
+    sums = jax.tree.map(lambda *xs: np.sum(np.stack(xs)), *[(o.entropy, o.metrics) for o in outcomes])
+    row = {name: float(value) for name, value in mismatch.items()}
+    row |= flatten_sums({"entropy": sums[0], **sums[1]})
+    row["loss"] = float(np.mean([outcome.loss for outcome in outcomes]))
+    row["grad_norm"] = float(np.mean([outcome.grad_norm for outcome in outcomes]))
+    row["learning_rate"] = float(outcomes[-1].lr)
+    row["updates_skipped"] = float(sum(not bool(outcome.applied) for outcome in outcomes))
+    return row
+
+
+def flatten_sums(tree: Mapping[str, Any], prefix: str = "") -> Row:
+    """Divides every Sums of a nested dict by its count, once; keys are joined by "/"."""
+    row: Row = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            row |= flatten_sums(value, f"{prefix}{name}/")
+        elif isinstance(value, Sums):
+            row[f"{prefix}{name}"] = float(value.total) / max(float(value.count), 1.0)
+        else:
+            row[f"{prefix}{name}"] = float(np.asarray(value))
+    return row

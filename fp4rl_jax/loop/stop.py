@@ -1,0 +1,35 @@
+"""Stopping on request: SIGTERM and Ctrl-C end the run after the step in hand, saved."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from absl import logging
+
+
+
+class StopRequest:
+    """Whether the process has been asked to stop, and by which signal."""
+
+    def __init__(self) -> None:
+        self.by: str | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Signal handler: notes the request; a second Ctrl-C interrupts at once."""
+        if self.by == "SIGINT" and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.by = signal.Signals(number).name
+        logging.warning("%s: finishing this step, then saving and stopping", self.by)
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Handles SIGTERM and SIGINT by a StopRequest while the block runs."""
+    request = StopRequest()
+    before = {number: signal.signal(number, request) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

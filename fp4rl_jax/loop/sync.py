@@ -1,0 +1,155 @@
+"""The synchronous loop: publish, collect, learn, record; it owns the order and nothing else.
+
+Every random key is folded in from the run's root key by step, so that a resumed run needs no
+key but that one, and a step is the same whatever came before it in the process.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from fp4rl_jax.arrays import Array
+from fp4rl_jax.batch import Rollouts, TrainBatch
+from fp4rl_jax.loop import record
+from fp4rl_jax.loop.collect import Collected, Collector, collect
+from fp4rl_jax.trainer import Learner, Outcome, TrainState, score_batch, update
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a step is made of; every field is a plain value or a function.
+
+    Attributes:
+        learner: the learning side.
+        collector: prompts to scored rollouts.
+        publish: (state) -> published rollout parameters of the state's version.
+        prepare: the algorithm's, (rollouts, rewards) -> TrainBatch.
+        reference: (batch) -> ref_logprobs [B, T], or None without a KL term.
+        key: root key of the run.
+    """
+
+    learner: Learner
+    collector: Collector
+    publish: Callable[[TrainState], Any]
+    prepare: Callable[[Rollouts, Array], TrainBatch]
+    reference: Callable[[TrainBatch], Array] | None
+    key: Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one step leaves behind.
+
+    Attributes:
+        row: its metrics, by key.
+        collected: its rollouts.
+        trainer_logprobs: [B, T] float32, as the updates saw them.
+        problems: a line for every skipped update.
+    """
+
+    row: record.Row
+    collected: Collected
+    trainer_logprobs: np.ndarray
+    problems: tuple[str, ...]
+
+
+_update = jax.jit(update, static_argnames="learner", donate_argnums=0)
+_score = jax.jit(score_batch, static_argnames="learner")
+
+
+def train_step(state: TrainState, number: int, parts: Parts) -> tuple[TrainState, Step]:
+    """Runs step `number`: publish, collect, learn.
+
+    Args:
+        state: the trainer's state; it is donated.
+        number: the step, from 0.
+        parts: everything else.
+
+    Returns:
+        The next state, and what the step leaves behind.
+    """
+    clock = _Clock()
+    published = jax.block_until_ready(parts.publish(state))
+    clock.lap("publish")
+    collected = collect(published, jax.random.fold_in(parts.key, number), parts.collector)
+    clock.lap("rollout")
+    batch = parts.prepare(collected.rollouts, jnp.asarray(collected.rewards))
+    if parts.reference is not None:
+        batch = batch.replace(ref_logprobs=jax.block_until_ready(parts.reference(batch)))
+        clock.lap("reference")
+    state, outcomes = learn(state, batch, parts.learner)
+    clock.lap("update")
+    row = record.rollout_row(collected) | record.update_row(batch, outcomes)
+    row |= clock.row(collected.sampled_tokens)
+    row["params_version"] = float(int(collected.rollouts.params_version))
+    logprobs = np.concatenate([np.asarray(outcome.trainer_logprobs) for outcome in outcomes])
+    problems = tuple(_problems(number, outcomes, collected))
+    for line in problems:
+        logging.warning("%s", line)
+    return state, Step(row=row, collected=collected, trainer_logprobs=logprobs, problems=problems)
+
+
+def learn(state: TrainState, batch: TrainBatch, learner: Learner) -> tuple[TrainState, list[Outcome]]:
+    """Makes the updates of one rollout batch, each on its own share of the groups.
+
+    With one update the trainer's old log-probs are the current ones and the ratio is exactly 1;
+    with more, the later shares are scored before the first update moves the parameters.
+    """
+    shares = _shares(batch, learner.config.updates_per_rollout)
+    scored = shares[:1] + [
+        share.replace(old_logprobs=_score(state, share, learner=learner)) for share in shares[1:]
+    ]
+    outcomes = []
+    for share in scored:
+        state, outcome = _update(state, share, learner=learner)
+        outcomes.append(jax.device_get(outcome))
+    return state.replace(params_version=state.params_version + 1), outcomes
+
+
+def _shares(batch: TrainBatch, count: int) -> list[TrainBatch]:
+    if count == 1:
+        return [batch]
+    rows = batch.tokens.shape[0] // count
+    return [jax.tree.map(lambda x, i=i: x[i * rows : (i + 1) * rows], batch) for i in range(count)]
+
+
+def _problems(number: int, outcomes: list[Outcome], collected: Collected) -> list[str]:
+    lines = []
+    rows_before = 0
+    for outcome in outcomes:
+        rows = np.flatnonzero(~outcome.finite_rows) + rows_before
+        rows_before += len(outcome.finite_rows)
+        if bool(outcome.applied):
+            continue
+        leaves = [path for path, finite in outcome.finite_leaves.items() if not bool(finite)]
+        prompts = sorted({collected.items[r // collected.rollouts.group_size].id for r in rows})
+        lines.append(
+            f"step {number}: update skipped, loss {float(outcome.loss)}; non-finite gradient in "
+            f"{', '.join(leaves) or 'no leaf'}; prompts {', '.join(map(str, prompts)) or 'none alone'}"
+        )
+    return lines
+
+
+class _Clock:
+    """Wall-clock seconds by phase; the only metrics that a resumed run does not repeat."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self._seconds[name] = now - self._last
+        self._last = now
+
+    def row(self, sampled_tokens: int) -> record.Row:
+        row = {f"{name}_seconds": seconds for name, seconds in self._seconds.items()}
+        row["step_seconds"] = sum(self._seconds.values())
+        row["tokens_per_second"] = sampled_tokens / self._seconds["rollout"]
+        return row

@@ -1,0 +1,71 @@
+"""The trainer's state: everything that an update reads or writes, as one pytree."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from flax.traverse_util import flatten_dict
+
+from fp4rl_jax.arrays import Array, PyTree, dtype_of
+from fp4rl_jax.trainer.config import TrainerConfig
+from fp4rl_jax.trainer.optim import optimizer
+from fp4rl_jax.trainer.subset import Flat, Subset, merge, split
+
+
+@struct.dataclass
+class TrainState:
+    """Masters, optimizer and counters.
+
+    Attributes:
+        trainable: trained masters by path, `TrainerConfig.master_dtype`.
+        frozen: the other parameters by path, `TrainerConfig.frozen_dtype`.
+        opt_state: optax state over `trainable`.
+        updates: [] int32, optimizer updates applied (skipped ones do not count).
+        params_version: [] int32, grows with every rollout batch trained on; what `publish` stamps.
+        skipped: [] int32, non-finite updates in a row, 0 after a good one.
+        skipped_total: [] int32.
+    """
+
+    trainable: Flat
+    frozen: Flat
+    opt_state: PyTree
+    updates: Array
+    params_version: Array
+    skipped: Array
+    skipped_total: Array
+
+    @property
+    def params(self) -> PyTree:
+        """The nested parameter tree that `models` and `publish` take."""
+        return merge(self.trainable, self.frozen)
+
+
+def init_state(params: PyTree, subset: Subset, config: TrainerConfig) -> TrainState:
+    """Makes the first state from loaded or freshly initialised parameters.
+
+    Raises:
+        ValueError: a parameter is not finite; the message gives its path.
+    """
+    for path, leaf in flatten_dict(params, sep="/").items():
+        if not bool(jnp.all(jnp.isfinite(leaf))):
+            raise ValueError(f"parameter {path} is not finite: refusing to train from it")
+    return _build(params, subset, config)
+
+
+def abstract_state(shapes: PyTree, subset: Subset, config: TrainerConfig) -> TrainState:
+    """Shapes and dtypes of `init_state`, to restore a checkpoint into; `shapes` may be abstract."""
+    return jax.eval_shape(lambda tree: _build(tree, subset, config), shapes)
+
+
+def _build(params: PyTree, subset: Subset, config: TrainerConfig) -> TrainState:
+    trainable, frozen = split(params, subset)
+    trainable = {path: jnp.asarray(x, dtype_of(config.master_dtype)) for path, x in trainable.items()}
+    zero = jnp.zeros([], jnp.int32)
+    return TrainState(
+        trainable=trainable,
+        frozen={path: jnp.asarray(x, dtype_of(config.frozen_dtype)) for path, x in frozen.items()},
+        opt_state=optimizer(config.optim).init(trainable),
+        updates=zero,
+        params_version=zero,
+        skipped=zero,
+        skipped_total=zero,
+    )

@@ -1,0 +1,235 @@
+"""One update: gradients over microbatches, one division by the denominator, one guarded step.
+
+`update` is pure and takes its whole static surroundings as one frozen `Learner`, so that the
+synchronous and the asynchronous loop, the tests and the benchmarks jit the same function.
+"""
+
+import dataclasses
+from typing import Any, Protocol
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from fp4rl_jax import models
+from fp4rl_jax.arrays import Array
+from fp4rl_jax.batch import TrainBatch
+from fp4rl_jax.models import logprobs
+from fp4rl_jax.objectives.means import Sums
+from fp4rl_jax.ops.spec import Side
+from fp4rl_jax.trainer.config import TrainerConfig
+from fp4rl_jax.trainer.optim import optimizer, schedule
+from fp4rl_jax.trainer.state import TrainState
+from fp4rl_jax.trainer.subset import Flat, Subset, merge
+
+
+class LossFn(Protocol):
+    """An algorithm's `loss` with its config bound: see `algorithms`."""
+
+    def __call__(self, trainer_logprobs: Array, batch: TrainBatch, weights: Array) -> Any: ...
+
+
+class WeightsFn(Protocol):
+    """A correction's `weights` with its config bound: see `corrections`."""
+
+    def __call__(self, log_ratio: Array, loss_mask: Array) -> Array: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Learner:
+    """Everything static about the learning side; hashable, the static argument of `update`.
+
+    Attributes:
+        model, side, config, subset: the model, its numerics, the trainer's settings, what trains.
+        loss, weights: the algorithm's loss and the correction's weights, as frozen callables.
+        temperature: the sampling temperature that log-probs are taken at.
+    """
+
+    model: models.ModelConfig
+    side: Side
+    config: TrainerConfig
+    subset: Subset
+    loss: LossFn
+    weights: WeightsFn
+    temperature: float = 1.0
+
+
+@struct.dataclass
+class Outcome:
+    """What an update reports.
+
+    Attributes:
+        loss: [] float32.
+        grad_norm: [] float32, before clipping.
+        lr: [] float32, of this update.
+        trainer_logprobs: [B, T] float32, nats, with the parameters before the update.
+        entropy: Sums of the policy's entropy over the loss mask, nats.
+        metrics: the algorithm's, by name, as Sums.
+        applied: [] bool, False where the update was skipped as non-finite.
+        finite_rows: [B] bool, log-probs and the gradient of the row's microbatch are finite.
+        finite_leaves: by path, [] bool, the gradient leaf is finite.
+    """
+
+    loss: Array
+    grad_norm: Array
+    lr: Array
+    trainer_logprobs: Array
+    entropy: Sums
+    metrics: dict[str, Sums]
+    applied: Array
+    finite_rows: Array
+    finite_leaves: dict[str, Array]
+
+
+def update(state: TrainState, batch: TrainBatch, *, learner: Learner) -> tuple[TrainState, Outcome]:
+    """Makes one optimizer update from one batch.
+
+    A non-finite loss or gradient leaves masters and moments untouched, counts in `skipped`, and is
+    located in the outcome; it never reaches the state.
+
+    Args:
+        state: the trainer's state; safe to donate.
+        batch: [B, T] arrays as `TrainBatch` says.
+        learner: the static surroundings.
+
+    Returns:
+        The next state and the outcome.
+    """
+    shares = _microbatches(batch, learner.config.microbatch_rows)
+    grads, parts = _accumulate(state, shares, learner)
+    count = jnp.maximum(jnp.sum(parts.count), 1.0)
+    grads = jax.tree.map(lambda g: g / count, grads)
+    loss = jnp.sum(parts.total) / count
+    finite_leaves = {path: jnp.all(jnp.isfinite(g)) for path, g in grads.items()}
+    applied = jnp.isfinite(loss) & jnp.all(jnp.stack(list(finite_leaves.values())))
+    rows = batch.tokens.shape[0]
+    per_share = jnp.repeat(parts.finite_grads, rows // parts.finite_grads.shape[0])
+    outcome = Outcome(
+        loss=loss,
+        grad_norm=optax.global_norm(grads),
+        lr=jnp.asarray(schedule(learner.config.optim)(state.updates), jnp.float32),
+        trainer_logprobs=parts.logprobs.reshape(batch.tokens.shape),
+        entropy=_total(parts.entropy),
+        metrics=_total(parts.metrics),
+        applied=applied,
+        finite_rows=per_share & jnp.all(jnp.isfinite(parts.logprobs.reshape(batch.tokens.shape)), axis=-1),
+        finite_leaves=finite_leaves,
+    )
+    return _apply(state, grads, applied, learner), outcome
+
+
+def score_batch(state: TrainState, batch: TrainBatch, *, learner: Learner) -> Array:
+    """The trainer's log-probs [B, T] of a batch, in the update's own microbatch geometry."""
+    fused = models.fuse(merge(state.trainable, state.frozen))
+    shares = _microbatches(batch, learner.config.microbatch_rows)
+    found = jax.lax.map(lambda share: _score(fused, share, learner)[0], shares)
+    return found.reshape(batch.tokens.shape)
+
+
+@struct.dataclass
+class _Parts:
+    """Per microbatch ([M] leading): loss sum and count, log-probs, entropy, metrics, finiteness."""
+
+    total: Array
+    count: Array
+    logprobs: Array
+    entropy: Sums
+    metrics: dict[str, Sums]
+    finite_grads: Array
+
+
+def _microbatches(batch: TrainBatch, rows: int | None) -> TrainBatch:
+    """Reshapes every [B, ...] leaf to [M, rows, ...]; a share of a group is a group of its own."""
+    num_rows = batch.tokens.shape[0]
+    rows = rows or num_rows
+    if num_rows % rows:
+        raise ValueError(f"microbatch_rows = {rows} does not divide the batch of {num_rows} rows")
+    shares = jax.tree.map(lambda x: x.reshape(num_rows // rows, rows, *x.shape[1:]), batch)
+    return shares.replace(group_size=min(batch.group_size, rows))
+
+
+def _score(fused: Any, share: TrainBatch, learner: Learner) -> tuple[Array, Array]:
+    return logprobs.score(
+        fused,
+        share.tokens,
+        share.token_mask,
+        prompt_width=share.prompt_width,
+        group_size=share.group_size,
+        config=learner.model,
+        side=learner.side,
+        temperature=learner.temperature,
+        chunk=learner.config.logprob_chunk,
+        remat=learner.config.remat,
+        trainable_from=learner.subset.first_layer,
+        hint=share.guidance,
+    )
+
+
+def _accumulate(state: TrainState, shares: TrainBatch, learner: Learner) -> tuple[Flat, _Parts]:
+    """Sums the gradients of the loss sums over microbatches, in order."""
+    frozen = jax.lax.stop_gradient(state.frozen)
+
+    def loss_sum(trainable: Flat, share: TrainBatch) -> tuple[Array, _Parts]:
+        fused = models.fuse(merge(trainable, frozen))
+        trainer_logprobs, entropy = _score(fused, share, learner)
+        total, parts = _loss(trainer_logprobs, entropy, share, learner)
+        return total, parts
+
+    def step(grads: Flat, share: TrainBatch) -> tuple[Flat, _Parts]:
+        (_, parts), new = jax.value_and_grad(loss_sum, has_aux=True)(state.trainable, share)
+        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in new.values()]))
+        grads = {path: grads[path] + new[path].astype(jnp.float32) for path in grads}
+        return grads, parts.replace(finite_grads=finite)
+
+    zeros = {path: jnp.zeros(x.shape, jnp.float32) for path, x in state.trainable.items()}
+    return jax.lax.scan(step, zeros, shares)
+
+
+def _loss(
+    trainer_logprobs: Array, entropy: Array, share: TrainBatch, learner: Learner
+) -> tuple[Array, _Parts]:
+    chex.assert_equal_shape([trainer_logprobs, entropy, share.loss_mask])
+    current = jax.lax.stop_gradient(trainer_logprobs)
+    old = current if share.old_logprobs is None else share.old_logprobs
+    log_ratio = jnp.where(share.loss_mask, old - share.rollout_logprobs, 0.0)
+    weights = jax.lax.stop_gradient(learner.weights(log_ratio, share.loss_mask))
+    found = learner.loss(trainer_logprobs, share, weights)
+    parts = _Parts(
+        total=found.sum,
+        count=found.count.astype(jnp.float32),
+        logprobs=current,
+        entropy=Sums(
+            total=jnp.sum(jnp.where(share.loss_mask, jax.lax.stop_gradient(entropy), 0.0)),
+            count=jnp.sum(share.loss_mask).astype(jnp.float32),
+        ),
+        metrics=found.metrics,
+        finite_grads=jnp.array(True),
+    )
+    return found.sum, parts
+
+
+def _total(stacked: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), stacked)
+
+
+def _apply(state: TrainState, grads: Flat, applied: Array, learner: Learner) -> TrainState:
+    """The optimizer's step where `applied`, the untouched state where not."""
+
+    def good(current: TrainState) -> TrainState:
+        changes, opt_state = optimizer(learner.config.optim).update(
+            grads, current.opt_state, current.trainable
+        )
+        trainable = optax.apply_updates(current.trainable, changes)
+        return current.replace(
+            trainable=trainable,
+            opt_state=opt_state,
+            updates=current.updates + 1,
+            skipped=jnp.zeros_like(current.skipped),
+        )
+
+    def bad(current: TrainState) -> TrainState:
+        return current.replace(skipped=current.skipped + 1, skipped_total=current.skipped_total + 1)
+
+    return jax.lax.cond(applied, good, bad, state)
