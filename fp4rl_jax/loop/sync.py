@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from fp4rl_jax.arrays import Array
+from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.batch import Rollouts, TrainBatch
 from fp4rl_jax.loop import record
 from fp4rl_jax.loop.collect import Collected, Collector, collect
@@ -31,6 +31,7 @@ class Parts:
         publish: (state) -> published rollout parameters of the state's version.
         prepare: the algorithm's, (rollouts, rewards) -> TrainBatch.
         reference: (batch) -> ref_logprobs [B, T], or None without a KL term.
+        base: the trainer's `backbone`.
         key: root key of the run.
     """
 
@@ -39,6 +40,7 @@ class Parts:
     publish: Callable[[TrainState], Any]
     prepare: Callable[[Rollouts, Array], TrainBatch]
     reference: Callable[[TrainBatch], Array] | None
+    base: PyTree
     key: Array
 
 
@@ -83,7 +85,7 @@ def train_step(state: TrainState, number: int, parts: Parts) -> tuple[TrainState
     if parts.reference is not None:
         batch = batch.replace(ref_logprobs=jax.block_until_ready(parts.reference(batch)))
         clock.lap("reference")
-    state, outcomes = learn(state, batch, parts.learner)
+    state, outcomes = learn(state, batch, parts.base, learner=parts.learner)
     clock.lap("update")
     row = record.rollout_row(collected) | record.update_row(batch, outcomes)
     row |= clock.row(collected.sampled_tokens)
@@ -95,7 +97,9 @@ def train_step(state: TrainState, number: int, parts: Parts) -> tuple[TrainState
     return state, Step(row=row, collected=collected, trainer_logprobs=logprobs, problems=problems)
 
 
-def learn(state: TrainState, batch: TrainBatch, learner: Learner) -> tuple[TrainState, list[Outcome]]:
+def learn(
+    state: TrainState, batch: TrainBatch, base: PyTree, *, learner: Learner
+) -> tuple[TrainState, list[Outcome]]:
     """Makes the updates of one rollout batch, each on its own share of the groups.
 
     With one update the trainer's old log-probs are the current ones and the ratio is exactly 1;
@@ -103,11 +107,11 @@ def learn(state: TrainState, batch: TrainBatch, learner: Learner) -> tuple[Train
     """
     shares = _shares(batch, learner.config.updates_per_rollout)
     scored = shares[:1] + [
-        share.replace(old_logprobs=_score(state, share, learner=learner)) for share in shares[1:]
+        share.replace(old_logprobs=_score(state, share, base, learner=learner)) for share in shares[1:]
     ]
     outcomes = []
     for share in scored:
-        state, outcome = _update(state, share, learner=learner)
+        state, outcome = _update(state, share, base, learner=learner)
         outcomes.append(jax.device_get(outcome))
     return state.replace(params_version=state.params_version + 1), outcomes
 
@@ -128,7 +132,7 @@ def _problems(number: int, outcomes: list[Outcome], collected: Collected) -> lis
         if bool(outcome.applied):
             continue
         leaves = [path for path, finite in outcome.finite_leaves.items() if not bool(finite)]
-        prompts = sorted({collected.items[r // collected.rollouts.group_size].id for r in rows})
+        prompts = sorted({collected.items[r // collected.rollouts.group_size].key for r in rows})
         lines.append(
             f"step {number}: update skipped, loss {float(outcome.loss)}; non-finite gradient in "
             f"{', '.join(leaves) or 'no leaf'}; prompts {', '.join(map(str, prompts)) or 'none alone'}"

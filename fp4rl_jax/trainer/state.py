@@ -35,7 +35,7 @@ class TrainState:
 
     @property
     def params(self) -> PyTree:
-        """The nested parameter tree that `models` and `publish` take."""
+        """The nested parameter tree that `models` and `publish` take (layers may be two stacks)."""
         return merge(self.trainable, self.frozen)
 
 

@@ -7,13 +7,16 @@ stops at the first of them, and the frozen part needs neither gradients nor mome
 import dataclasses
 from fnmatch import fnmatchcase
 
+import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from fp4rl_jax import models
 from fp4rl_jax.arrays import Array, PyTree, unknown_name
 
 Flat = dict[str, Array]
 _STACKED = "layers/"
+_ABOVE = "layers/above/"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,11 +25,18 @@ class Subset:
 
     Attributes:
         first_layer: layers below it are frozen; the number of layers where no layer is trained.
+        num_layers: L.
         paths: trained leaves, by path in the stacked tree (`layers/attn/q`, `embed`).
     """
 
     first_layer: int
+    num_layers: int
     paths: tuple[str, ...]
+
+    @property
+    def cuts(self) -> bool:
+        """Whether the layers fall into a frozen stack below and a stack above."""
+        return 0 < self.first_layer < self.num_layers
 
 
 def plan(shapes: PyTree, patterns: tuple[str, ...], *, num_layers: int) -> Subset:
@@ -54,7 +64,8 @@ def plan(shapes: PyTree, patterns: tuple[str, ...], *, num_layers: int) -> Subse
                 f"trainable layers must be the last ones: {path} is selected in layers {chosen}, "
                 f"expected none or all of {first}..{num_layers - 1}"
             )
-    return Subset(first_layer=first, paths=tuple(sorted(p for p, row in hits.items() if any(row))))
+    paths = tuple(sorted(path for path, row in hits.items() if any(row)))
+    return Subset(first_layer=first, num_layers=num_layers, paths=paths)
 
 
 def _spell(path: str, num_layers: int) -> list[str]:
@@ -66,27 +77,35 @@ def _spell(path: str, num_layers: int) -> list[str]:
 def split(params: PyTree, subset: Subset) -> tuple[Flat, Flat]:
     """Splits a nested tree into (trainable, frozen), both flat by path.
 
-    Stacked trainable leaves keep rows `first_layer:`; their other rows are in the frozen part.
+    Where the plan cuts the layers, their leaves are named `layers/below/...` (all frozen) and
+    `layers/above/...`.
     """
-    trainable, frozen = {}, {}
-    for path, leaf in flatten_dict(params, sep="/").items():
-        if path not in subset.paths:
-            frozen[path] = leaf
-        elif path.startswith(_STACKED):
-            trainable[path] = leaf[subset.first_layer :]
-            if subset.first_layer:
-                frozen[path] = leaf[: subset.first_layer]
-        else:
-            trainable[path] = leaf
-    return trainable, frozen
+    if subset.cuts:
+        below, above = models.split_layers(params, subset.first_layer)["layers"]
+        params = {**params, "layers": {"below": below, "above": above}}
+    trained = {path.replace(_STACKED, _ABOVE) if subset.cuts else path for path in subset.paths}
+    flat = flatten_dict(params, sep="/")
+    return (
+        {path: leaf for path, leaf in flat.items() if path in trained},
+        {path: leaf for path, leaf in flat.items() if path not in trained},
+    )
 
 
-def merge(trainable: Flat, frozen: Flat) -> PyTree:
-    """Joins the two parts to the nested tree that the model takes; `split`'s inverse.
+def merge(*parts: Flat) -> PyTree:
+    """Joins flat parts to the nested tree that `models` takes; its layers are a tuple of stacks where cut.
 
-    Where a stacked leaf's parts differ in dtype, the result has the wider one.
+    Exact: `split`'s inverse, up to that tuple.
     """
-    joined = {**frozen, **trainable}
-    for path in trainable.keys() & frozen.keys():
-        joined[path] = jnp.concatenate([frozen[path], trainable[path]])
-    return unflatten_dict(joined, sep="/")
+    tree = unflatten_dict({path: leaf for part in parts for path, leaf in part.items()}, sep="/")
+    layers = tree.get("layers", {})
+    return {**tree, "layers": (layers["below"], layers["above"])} if "below" in layers else tree
+
+
+def join_layers(params: PyTree) -> PyTree:
+    """The tree with one stack of layers, as checkpoints of other systems want it.
+
+    Where the stacks' dtypes differ, a leaf has the wider one.
+    """
+    if not isinstance(params["layers"], tuple):
+        return params
+    return {**params, "layers": jax.tree.map(lambda *xs: jnp.concatenate(xs), *params["layers"])}

@@ -14,11 +14,12 @@ import optax
 from flax import struct
 
 from fp4rl_jax import models
-from fp4rl_jax.arrays import Array
+from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.batch import TrainBatch
 from fp4rl_jax.models import logprobs
 from fp4rl_jax.objectives.means import Sums
 from fp4rl_jax.ops.spec import Side
+from fp4rl_jax.trainer.backbone import backbone, with_backbone
 from fp4rl_jax.trainer.config import TrainerConfig
 from fp4rl_jax.trainer.optim import optimizer, schedule
 from fp4rl_jax.trainer.state import TrainState
@@ -83,7 +84,9 @@ class Outcome:
     finite_leaves: dict[str, Array]
 
 
-def update(state: TrainState, batch: TrainBatch, *, learner: Learner) -> tuple[TrainState, Outcome]:
+def update(
+    state: TrainState, batch: TrainBatch, base: PyTree | None = None, *, learner: Learner
+) -> tuple[TrainState, Outcome]:
     """Makes one optimizer update from one batch.
 
     A non-finite loss or gradient leaves masters and moments untouched, counts in `skipped`, and is
@@ -92,13 +95,15 @@ def update(state: TrainState, batch: TrainBatch, *, learner: Learner) -> tuple[T
     Args:
         state: the trainer's state; safe to donate.
         batch: [B, T] arrays as `TrainBatch` says.
+        base: `backbone(state.frozen, side=learner.side)`; made here where it is not given.
         learner: the static surroundings.
 
     Returns:
         The next state and the outcome.
     """
+    base = backbone(state.frozen, side=learner.side) if base is None else base
     shares = _microbatches(batch, learner.config.microbatch_rows)
-    grads, parts = _accumulate(state, shares, learner)
+    grads, parts = _accumulate(state, base, shares, learner)
     count = jnp.maximum(jnp.sum(parts.count), 1.0)
     grads = jax.tree.map(lambda g: g / count, grads)
     loss = jnp.sum(parts.total) / count
@@ -120,11 +125,14 @@ def update(state: TrainState, batch: TrainBatch, *, learner: Learner) -> tuple[T
     return _apply(state, grads, applied, learner), outcome
 
 
-def score_batch(state: TrainState, batch: TrainBatch, *, learner: Learner) -> Array:
+def score_batch(
+    state: TrainState, batch: TrainBatch, base: PyTree | None = None, *, learner: Learner
+) -> Array:
     """The trainer's log-probs [B, T] of a batch, in the update's own microbatch geometry."""
-    fused = models.fuse(merge(state.trainable, state.frozen))
+    base = backbone(state.frozen, side=learner.side) if base is None else base
+    fused = with_backbone(models.fuse(state.params), base)
     shares = _microbatches(batch, learner.config.microbatch_rows)
-    found = jax.lax.map(lambda share: _score(fused, share, learner)[0], shares)
+    found = jax.lax.map(lambda share: _score(fused, share, learner).logprobs, shares)
     return found.reshape(batch.tokens.shape)
 
 
@@ -150,7 +158,7 @@ def _microbatches(batch: TrainBatch, rows: int | None) -> TrainBatch:
     return shares.replace(group_size=min(batch.group_size, rows))
 
 
-def _score(fused: Any, share: TrainBatch, learner: Learner) -> tuple[Array, Array]:
+def _score(fused: Any, share: TrainBatch, learner: Learner) -> logprobs.Scores:
     return logprobs.score(
         fused,
         share.tokens,
@@ -167,15 +175,15 @@ def _score(fused: Any, share: TrainBatch, learner: Learner) -> tuple[Array, Arra
     )
 
 
-def _accumulate(state: TrainState, shares: TrainBatch, learner: Learner) -> tuple[Flat, _Parts]:
+def _accumulate(
+    state: TrainState, base: PyTree, shares: TrainBatch, learner: Learner
+) -> tuple[Flat, _Parts]:
     """Sums the gradients of the loss sums over microbatches, in order."""
-    frozen = jax.lax.stop_gradient(state.frozen)
+    frozen, base = jax.lax.stop_gradient((state.frozen, base))
 
     def loss_sum(trainable: Flat, share: TrainBatch) -> tuple[Array, _Parts]:
-        fused = models.fuse(merge(trainable, frozen))
-        trainer_logprobs, entropy = _score(fused, share, learner)
-        total, parts = _loss(trainer_logprobs, entropy, share, learner)
-        return total, parts
+        fused = with_backbone(models.fuse(merge(trainable, frozen)), base)
+        return _loss(_score(fused, share, learner), share, learner)
 
     def step(grads: Flat, share: TrainBatch) -> tuple[Flat, _Parts]:
         (_, parts), new = jax.value_and_grad(loss_sum, has_aux=True)(state.trainable, share)
@@ -187,21 +195,19 @@ def _accumulate(state: TrainState, shares: TrainBatch, learner: Learner) -> tupl
     return jax.lax.scan(step, zeros, shares)
 
 
-def _loss(
-    trainer_logprobs: Array, entropy: Array, share: TrainBatch, learner: Learner
-) -> tuple[Array, _Parts]:
-    chex.assert_equal_shape([trainer_logprobs, entropy, share.loss_mask])
-    current = jax.lax.stop_gradient(trainer_logprobs)
+def _loss(scores: logprobs.Scores, share: TrainBatch, learner: Learner) -> tuple[Array, _Parts]:
+    chex.assert_equal_shape([scores.logprobs, scores.entropy, share.loss_mask])
+    current = jax.lax.stop_gradient(scores.logprobs)
     old = current if share.old_logprobs is None else share.old_logprobs
     log_ratio = jnp.where(share.loss_mask, old - share.rollout_logprobs, 0.0)
     weights = jax.lax.stop_gradient(learner.weights(log_ratio, share.loss_mask))
-    found = learner.loss(trainer_logprobs, share, weights)
+    found = learner.loss(scores.logprobs, share, weights)
     parts = _Parts(
         total=found.sum,
         count=found.count.astype(jnp.float32),
         logprobs=current,
         entropy=Sums(
-            total=jnp.sum(jnp.where(share.loss_mask, jax.lax.stop_gradient(entropy), 0.0)),
+            total=jnp.sum(jnp.where(share.loss_mask, jax.lax.stop_gradient(scores.entropy), 0.0)),
             count=jnp.sum(share.loss_mask).astype(jnp.float32),
         ),
         metrics=found.metrics,

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp4rl_jax.trainer.subset import merge, plan, split
+from fp4rl_jax.trainer.subset import join_layers, merge, plan, split
 
 L = 4
 PARAMS = {
@@ -29,14 +29,15 @@ def test_a_suffix_of_the_layers_and_one_leaf_kind():
     assert subset.first_layer == 2
     assert subset.paths == ("layers/attn/k", "layers/attn/q")
     trainable, frozen = split(PARAMS, subset)
-    assert trainable["layers/attn/q"].shape == (2, 2, 2)
-    assert frozen["layers/attn/q"].shape == (2, 2, 2)
-    assert frozen["layers/attn_norm"].shape == (L, 2)
+    assert sorted(trainable) == ["layers/above/attn/k", "layers/above/attn/q"]
+    np.testing.assert_array_equal(trainable["layers/above/attn/q"], PARAMS["layers"]["attn"]["q"][2:])
+    np.testing.assert_array_equal(frozen["layers/below/attn/q"], PARAMS["layers"]["attn"]["q"][:2])
+    assert frozen["layers/above/attn_norm"].shape == (2, 2)
 
 
 @pytest.mark.parametrize("patterns", [("*",), ("layers/3/*",), ("embed",), ("layers/[23]/attn/q", "final_norm")])
 def test_merge_inverts_split(patterns):
-    joined = merge(*split(PARAMS, plan(PARAMS, patterns, num_layers=L)))
+    joined = join_layers(merge(*split(PARAMS, plan(PARAMS, patterns, num_layers=L))))
     assert joined.keys() == PARAMS.keys()
     for path in ("q", "k"):
         np.testing.assert_array_equal(joined["layers"]["attn"][path], PARAMS["layers"]["attn"][path])
