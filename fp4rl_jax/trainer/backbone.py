@@ -2,17 +2,20 @@
 
 from typing import Any
 
+from flax.traverse_util import unflatten_dict
+
 from fp4rl_jax import models, ops
 from fp4rl_jax.arrays import PyTree, dtype_of
 from fp4rl_jax.ops.spec import Side
-from fp4rl_jax.trainer.subset import Flat, merge
+from fp4rl_jax.trainer.subset import Flat
 
 
-def backbone(frozen: Flat, *, side: Side) -> PyTree:
+def backbone(frozen: Flat, *, model: models.ModelConfig, side: Side) -> PyTree:
     """Fuses, quantizes and decodes the frozen stack of layers and the frozen head.
 
     Args:
         frozen: the frozen parameters of the state.
+        model: whose parameters they are.
         side: the trainer's.
 
     Returns:
@@ -21,13 +24,14 @@ def backbone(frozen: Flat, *, side: Side) -> PyTree:
 
     Exact: what the forward makes of the same masters at every update, bit for bit.
     """
-    params = merge(frozen)
+    tree = unflatten_dict(frozen, sep="/")
     found: dict[str, Any] = {}
-    if isinstance(params.get("layers"), tuple):
-        below = models.fuse({"layers": params["layers"][0]})
+    if "below" in tree.get("layers", {}):
+        below = models.fuse({"layers": tree["layers"]["below"]})
         found["layers"] = ops.prepare(models.map_sites(lambda s, w: _ready(s, w, side), below))["layers"]
-    if "head" in params or "embed" in params:
-        found["head"] = models.prepare(params, side)["head"]
+    head = "embed" if model.tie_embeddings else "head"
+    if head in tree:
+        found["head"] = models.prepare({head: tree[head]}, side)["head"]
     return found
 
 

@@ -95,13 +95,13 @@ def update(
     Args:
         state: the trainer's state; safe to donate.
         batch: [B, T] arrays as `TrainBatch` says.
-        base: `backbone(state.frozen, side=learner.side)`; made here where it is not given.
+        base: `backbone(state.frozen, ...)`; made here where it is not given.
         learner: the static surroundings.
 
     Returns:
         The next state and the outcome.
     """
-    base = backbone(state.frozen, side=learner.side) if base is None else base
+    base = _backbone(state, learner) if base is None else base
     shares = _microbatches(batch, learner.config.microbatch_rows)
     grads, parts = _accumulate(state, base, shares, learner)
     count = jnp.maximum(jnp.sum(parts.count), 1.0)
@@ -129,7 +129,7 @@ def score_batch(
     state: TrainState, batch: TrainBatch, base: PyTree | None = None, *, learner: Learner
 ) -> Array:
     """The trainer's log-probs [B, T] of a batch, in the update's own microbatch geometry."""
-    base = backbone(state.frozen, side=learner.side) if base is None else base
+    base = _backbone(state, learner) if base is None else base
     fused = with_backbone(models.fuse(state.params), base)
     shares = _microbatches(batch, learner.config.microbatch_rows)
     found = jax.lax.map(lambda share: _score(fused, share, learner).logprobs, shares)
@@ -173,6 +173,10 @@ def _score(fused: Any, share: TrainBatch, learner: Learner) -> logprobs.Scores:
         trainable_from=learner.subset.first_layer,
         hint=share.guidance,
     )
+
+
+def _backbone(state: TrainState, learner: Learner) -> PyTree:
+    return backbone(state.frozen, model=learner.model, side=learner.side)
 
 
 def _accumulate(

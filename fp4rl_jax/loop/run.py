@@ -1,0 +1,182 @@
+"""A run from its first step, or from its checkpoint, to its end: what outlives a process.
+
+A run that was stopped at any instant and resumed writes the same metrics, wall-clock fields
+apart, and reaches the same parameters: a checkpoint holds the whole state, and every key follows
+from the root key and the step.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from fp4rl_jax.loop.stop import stop_on_signals
+from fp4rl_jax.loop.sync import Parts, Step, train_step
+from fp4rl_jax.rollout.estimators import bootstrap_mean
+from fp4rl_jax.rollout.evaluate import Evaluation
+from fp4rl_jax.runs import RunDirectory, RunError, exit_codes, make_progress
+from fp4rl_jax.runs.progress import Progress
+from fp4rl_jax.trainer import TrainState
+
+
+class NonFiniteRunError(RunError):
+    """Too many updates in a row were not finite; the message names the last good checkpoint."""
+
+    exit_code = exit_codes.NON_FINITE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """All that a run needs, built once by the command line.
+
+    Attributes:
+        directory: the open run folder.
+        steps: of the whole run.
+        make_state: makes the first state.
+        template: the state's shapes, to restore into.
+        make_parts: (frozen parameters) -> the step's parts.
+        data: the prompt stream, `get_state` / `set_state`.
+        evaluate: (state) -> Evaluation, or None.
+        eval_every: steps between evaluations, 0 for the ends only.
+        manifest: (start step) -> the manifest.
+    """
+
+    directory: RunDirectory
+    steps: int
+    make_state: Callable[[], TrainState]
+    template: TrainState
+    make_parts: Callable[[TrainState], Parts]
+    data: Any
+    evaluate: Callable[[TrainState], Evaluation] | None
+    eval_every: int
+    manifest: Callable[[int], Mapping[str, Any]]
+
+
+def run(job: Job) -> int:
+    """Runs the job to its end, or until it is asked to stop.
+
+    Returns:
+        An exit code: 0 at the end, `SAVED_PLEASE_RESTART` when a signal ended it, saved.
+
+    Raises:
+        NonFiniteRunError: `trainer.max_skipped` updates in a row were skipped.
+        RunError: the folder, a checkpoint or the disk.
+    """
+    number, state, host = _begin(job)
+    parts = job.make_parts(state)
+    job.directory.start(number)
+    job.directory.write_manifest(job.manifest(number))
+    progress = make_progress(job.directory.config.progress, total=job.steps, start=number)
+    try:
+        with stop_on_signals() as stop:
+            if number == 0:
+                host = {"before": _evaluate(job, state, 0, "before", progress)}
+            while number < job.steps and not stop.by:
+                state, step = train_step(state, number, parts)
+                _record(job, number, step, progress)
+                number += 1
+                _check_skips(job, state, parts)
+                if _due(number, job.directory.config.checkpoint_every) or stop.by or number == job.steps:
+                    _save(job, number, state, host)
+                if _due(number, job.eval_every) and number < job.steps:
+                    _evaluate(job, state, number, "during", progress)
+        if number < job.steps:
+            progress.message(f"{stop.by}: saved after step {number}, please restart with run.resume=auto")
+            return exit_codes.SAVED_PLEASE_RESTART
+        _finish(job, state, host, progress)
+        return exit_codes.OK
+    finally:
+        progress.close()
+
+
+def _begin(job: Job) -> tuple[int, TrainState, dict[str, Any]]:
+    """The first state, or the latest checkpoint's with the data position put back."""
+    if not job.directory.resumed or not job.directory.checkpoints.steps():
+        return 0, job.make_state(), {}
+    restored = job.directory.checkpoints.restore(job.template)
+    host = dict(restored.host)
+    job.data.set_state(host.pop("data"))
+    return restored.step, restored.state, host
+
+
+def _due(number: int, every: int) -> bool:
+    return every > 0 and number % every == 0
+
+
+def _save(job: Job, number: int, state: TrainState, host: Mapping[str, Any]) -> None:
+    job.directory.checkpoints.save(number, state, {**host, "data": job.data.get_state()})
+
+
+def _record(job: Job, number: int, step: Step, progress: Progress) -> None:
+    row = job.directory.metrics.write(number, step.row)
+    every = job.directory.config.transcripts_every
+    if every and number % every == 0:
+        job.directory.write_transcripts(number, _transcripts(step, job.directory.config.transcripts_per_step))
+    for line in step.problems:
+        progress.message(line)
+    progress.advance(number, row)
+
+
+def _transcripts(step: Step, count: int) -> list[dict[str, Any]]:
+    collected = step.collected
+    gap = np.abs(step.trainer_logprobs - np.asarray(collected.rollouts.rollout_logprobs))
+    gap = np.where(np.asarray(collected.rollouts.loss_mask), gap, 0.0).max(axis=-1)
+    return [
+        {
+            "prompt": collected.items[i // collected.rollouts.group_size].prompt,
+            "completion": collected.completions[i],
+            "reward": float(collected.rewards[i]),
+            "reward_parts": {name: float(values[i]) for name, values in collected.parts.items()},
+            "logprob_gap_max": float(gap[i]),
+        }
+        for i in range(min(count, len(collected.completions)))
+    ]
+
+
+def _check_skips(job: Job, state: TrainState, parts: Parts) -> None:
+    skipped, limit = int(state.skipped), parts.learner.config.max_skipped
+    if skipped < limit:
+        return
+    saved = job.directory.checkpoints.steps()
+    where = job.directory.checkpoints.root / f"{saved[-1]:08d}" if saved else None
+    raise NonFiniteRunError(
+        f"{skipped} updates in a row had a non-finite loss or gradient (trainer.max_skipped = {limit}); "
+        f"the last good checkpoint is {where or 'none: nothing was saved yet'}"
+    )
+
+
+def _evaluate(job: Job, state: TrainState, number: int, name: str, progress: Progress) -> list[float] | None:
+    """Evaluates and records; returns the score of each problem."""
+    if job.evaluate is None:
+        return None
+    found = job.evaluate(state)
+    estimate = found.mean_at_k()
+    values = {
+        "metric": "pass@1",
+        "value": estimate.value,
+        "low": estimate.low,
+        "high": estimate.high,
+        "count": len(found.items),
+    }
+    job.directory.write_eval(number, name, values)
+    progress.message(
+        f"pass@1 {name} step {number}: {estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}] "
+        f"on {len(found.items)} held-out problems"
+    )
+    return [float(score) for score in found.scores]
+
+
+def _finish(job: Job, state: TrainState, host: Mapping[str, Any], progress: Progress) -> None:
+    """Evaluates the end of the run and the paired difference to its beginning."""
+    after = _evaluate(job, state, job.steps, "after", progress)
+    before = host.get("before")
+    if after is None or before is None:
+        return
+    change = bootstrap_mean(np.array(after) - np.array(before))
+    values = {"metric": "pass@1 after - before", "value": change.value, "low": change.low, "high": change.high}
+    job.directory.write_eval(job.steps, "difference", {**values, "count": len(after)})
+    progress.message(
+        f"pass@1 after - before: {change.value:+.3f} [{change.low:+.3f}, {change.high:+.3f}], "
+        f"paired over {len(after)} problems, 95 %"
+    )
