@@ -22,7 +22,7 @@ class Collector:
     """How prompts become scored rollouts.
 
     Attributes:
-        draw: count -> that many task items, in data order; moves the data position.
+        draw: the next `num_prompts` task items, in data order; moves the data position.
         encode: items -> (prompts [P, Tp] int32, prompt_mask [P, Tp] bool), left-padded.
         sample: (published, prompts, prompt_mask, key) -> Rollouts.
         decode: token ids of one completion -> text.
@@ -31,7 +31,7 @@ class Collector:
         num_prompts, group_size, max_rounds: as in `LoopConfig`.
     """
 
-    draw: Callable[[int], Sequence[Any]]
+    draw: Callable[[], Sequence[Any]]
     encode: Callable[[Sequence[Any]], tuple[np.ndarray, np.ndarray]]
     sample: Callable[[Any, np.ndarray, np.ndarray, Array], Rollouts]
     decode: Callable[[np.ndarray], str]
@@ -93,7 +93,7 @@ def collect(published: Any, key: Array, collector: Collector) -> Collected:
 
 
 def _round(published: Any, key: Array, collector: Collector) -> Collected:
-    items = tuple(collector.draw(collector.num_prompts))
+    items = tuple(collector.draw())
     prompts, prompt_mask = collector.encode(items)
     rollouts = jax.device_get(collector.sample(published, prompts, prompt_mask, key))
     completions = tuple(

@@ -1,0 +1,258 @@
+"""From a configuration to the parts of a run: the one place where everything meets."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from fp4rl_jax import interchange, models, ops
+from fp4rl_jax.arrays import Array
+from fp4rl_jax.batch import Rollouts, TrainBatch
+from fp4rl_jax.config import Config
+from fp4rl_jax.data import Prompts
+from fp4rl_jax.loop import Bound, Collector, Job, Parts
+from fp4rl_jax.ops.spec import Side
+from fp4rl_jax.rollout import (
+    Evaluation,
+    Evaluator,
+    Published,
+    SamplingConfig,
+    compare_checksums,
+    evaluate,
+    publish,
+    row_keys,
+    sample,
+    weight_checksums,
+)
+from fp4rl_jax.runs import RunDirectory, build_manifest
+from fp4rl_jax.tasks import Item, Task
+from fp4rl_jax.text import Tokenizer, byte_tokenizer, encode_prompts
+from fp4rl_jax.trainer import Learner, TrainState, abstract_state, backbone, init_state, plan, score_batch
+
+_score = jax.jit(score_batch, static_argnames="learner")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sides:
+    """Both sides of a configuration for one model."""
+
+    trainer: Side
+    rollout: Side
+
+
+def sides(config: Config, model: models.ModelConfig) -> Sides:
+    """Resolves both recipes over the sites of `model`.
+
+    Raises:
+        ValueError: a recipe's pattern matches no site of this model.
+    """
+    names = models.sites(model)
+    trainer, rollout = config.recipe.trainer, config.recipe.rollout
+    ours = trainer.module.trainer(trainer.config)
+    theirs = rollout.module.rollout(rollout.config)
+    order = config.ops.order
+    return Sides(
+        trainer=Side(specs=ours.resolve(names), dtype=config.trainer.dtype, order=order, kv=ours.kv),
+        rollout=Side(specs=theirs.resolve(names), dtype=config.rollout.dtype, order=order, kv=theirs.kv),
+    )
+
+
+def model_shape(config: Config) -> models.ModelConfig:
+    """The model's description, without reading weights."""
+    return config.model.shape if config.model.path is None else interchange.load_config(config.model.path)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Builder:
+    """Builds a run's parts from its configuration; the fields are what they share.
+
+    Attributes:
+        config, model, sides, tokenizer, task: as named.
+        key: root key of the run.
+        learner: the learning side.
+        sampling: of training rollouts.
+    """
+
+    config: Config
+    model: models.ModelConfig
+    sides: Sides
+    tokenizer: Tokenizer
+    task: Task
+    key: Array
+    learner: Learner
+    sampling: SamplingConfig
+
+    def params(self) -> Any:
+        """The master tree: the checkpoint's, or a random one drawn from the run's seed."""
+        if self.config.model.path is None:
+            return models.init_params(self.model, jax.random.fold_in(self.key, 0))
+        return interchange.load(self.config.model.path, dtype=self.config.trainer.master_dtype).params
+
+    def state(self) -> TrainState:
+        """The first state."""
+        return init_state(self.params(), self.learner.subset, self.config.trainer)
+
+    def parts(self, data: Prompts, state: TrainState) -> Parts:
+        """The parts of a step, for a run whose frozen parameters are those of `state`."""
+        algorithm = self.config.algorithm
+        base = jax.jit(partial(backbone, model=self.model, side=self.sides.trainer))(state.frozen)
+        return Parts(
+            learner=self.learner,
+            collector=self.collector(data),
+            publish=self.publish,
+            prepare=Bound(algorithm.module.prepare, algorithm.config),
+            reference=self.reference(base),
+            base=base,
+            key=jax.random.fold_in(self.key, 1),
+        )
+
+    def publish(self, state: TrainState) -> Published:
+        """Publishes the state's parameters and holds both sides' weight codes against each other."""
+        params, sides = state.params, self.sides
+        published = publish(params, config=self.model, side=sides.rollout, version=state.params_version)
+        ours = weight_checksums(params, config=self.model, side=sides.trainer)
+        compare_checksums(
+            published.checksums, ours, rollout_side=sides.rollout, trainer_side=sides.trainer
+        )
+        return published
+
+    def reference(self, base: Any) -> Callable[[TrainBatch], Array] | None:
+        """Log-probs of the parameters that the run began with, where the algorithm has a KL term."""
+        if not self.config.algorithm.config.kl_coef:
+            return None
+        first = self.state()
+        return lambda batch: _score(first, batch, base, learner=self.learner)
+
+    def collector(self, data: Prompts) -> Collector:
+        """Prompts to scored rollouts."""
+        loop, algorithm = self.config.loop, self.config.algorithm
+        return Collector(
+            draw=lambda: next(data),
+            encode=self.encode,
+            sample=self.sample,
+            decode=self.tokenizer.decode,
+            reward=self.task.reward,
+            wanted=Bound(algorithm.module.wanted, algorithm.config),
+            num_prompts=loop.num_prompts,
+            group_size=loop.group_size,
+            max_rounds=loop.max_rounds,
+        )
+
+    def encode(self, items: Sequence[Item]) -> tuple[np.ndarray, np.ndarray]:
+        """Left-padded chat prompts of the configured width."""
+        return encode_prompts(
+            self.tokenizer,
+            [item.messages for item in items],
+            width=self.config.rollout.prompt_width,
+            names=[item.key for item in items],
+        )
+
+    def sample(self, published: Published, prompts: np.ndarray, mask: np.ndarray, key: Array) -> Rollouts:
+        """One round of training rollouts, keyed per row."""
+        rows = len(prompts) * self.config.loop.group_size
+        return sample(
+            published,
+            prompts,
+            mask,
+            row_limits=np.full(rows, self.sampling.max_new_tokens, np.int32),
+            keys=row_keys(key, np.arange(rows, dtype=np.int32)),
+            config=self.model,
+            side=self.sides.rollout,
+            sampling=self.sampling,
+            group_size=self.config.loop.group_size,
+        )
+
+    def evaluation(self) -> Callable[[TrainState], Evaluation] | None:
+        """Evaluates the rollout policy of a state on held-out problems, or None if turned off."""
+        settings = self.config.eval
+        if not settings.problems:
+            return None
+        if settings.problems > len(self.task.eval):
+            raise ValueError(
+                f"eval.problems = {settings.problems}: the task has {len(self.task.eval)} held-out problems"
+            )
+        evaluator = Evaluator(
+            encode=self.encode,
+            decode=self.tokenizer.decode,
+            reward=self.task.reward,
+            config=self.model,
+            side=self.sides.rollout,
+            sampling=dataclasses.replace(self.sampling, temperature=settings.temperature),
+            batch_prompts=min(settings.batch_prompts, settings.problems),
+            num_samples=settings.samples,
+        )
+        items = [self.task.eval[i] for i in range(settings.problems)]
+        key = jax.random.fold_in(self.key, 2)
+        return lambda state: evaluate(self.publish(state), items, key, evaluator=evaluator)
+
+    def manifest(self, start: int) -> dict[str, Any]:
+        """What the run folder says of this process and its numerics."""
+        both = {"trainer": self.sides.trainer, "rollout": self.sides.rollout}
+        return build_manifest(
+            seed=self.config.run.seed,
+            implementations={name: ops.report(side) for name, side in both.items()},
+            numerics={name: {"dtype": side.dtype, "order": side.order} for name, side in both.items()},
+            start_step=start,
+        )
+
+
+def builder(config: Config) -> Builder:
+    """Everything that needs no weights: the model's shape, both sides, tokenizer, task, learner."""
+    model = model_shape(config)
+    tokenizer = _tokenizer(config)
+    both = sides(config, model)
+    sampling = config.rollout.sampling(stop_tokens=tokenizer.stop_ids, pad_token=tokenizer.pad_id)
+    shapes = models.abstract_params(model)
+    learner = Learner(
+        model=model,
+        side=both.trainer,
+        config=config.trainer,
+        subset=plan(shapes, config.trainer.trainable, num_layers=model.num_layers),
+        loss=Bound(config.algorithm.module.loss, config.algorithm.config),
+        weights=Bound(config.correction.module.weights, config.correction.config),
+        temperature=config.rollout.temperature,
+    )
+    return Builder(
+        config=config,
+        model=model,
+        sides=both,
+        tokenizer=tokenizer,
+        task=config.task.module.build(config.task.config),
+        key=jax.random.key(config.run.seed),
+        learner=learner,
+        sampling=sampling,
+    )
+
+
+def job(config: Config, directory: RunDirectory) -> Job:
+    """The job that `loop.run` runs."""
+    made = builder(config)
+    data = Prompts(made.task.train, config.loop.num_prompts, seed=config.run.seed)
+    logging.info("model: %d parameters", models.num_parameters(made.model))
+    return Job(
+        directory=directory,
+        steps=config.loop.steps,
+        make_state=made.state,
+        template=abstract_state(models.abstract_params(made.model), made.learner.subset, config.trainer),
+        make_parts=partial(made.parts, data),
+        data=data,
+        evaluate=made.evaluation(),
+        eval_every=config.eval.every,
+        manifest=made.manifest,
+    )
+
+
+def _tokenizer(config: Config) -> Tokenizer:
+    if config.model.path is not None:
+        return interchange.load_tokenizer(config.model.path)
+    tokenizer = byte_tokenizer()
+    if config.model.shape.vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"model.shape.vocab_size = {config.model.shape.vocab_size}: the byte tokenizer needs "
+            f"at least {tokenizer.vocab_size}"
+        )
+    return tokenizer
