@@ -17,17 +17,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def train(config: Config) -> int:
-    """Opens the run's folder, runs the job and turns expected failures into one line and a code."""
+    """Opens the run's folder and runs the job; an expected failure is one line and its exit code."""
     from fp4rl_jax.cli import _job  # jax and the models load only once the configuration is sound
     from fp4rl_jax.loop import run
     from fp4rl_jax.runs import RunDirectory, RunError, exit_codes
 
     try:
         with RunDirectory.open(config.run, resolved=as_dict(config)) as directory:
-            return run(_job.job(config, directory))
+            try:
+                job = _job.job(config, directory)
+            except (ValueError, FileNotFoundError) as error:
+                print(f"fp4rl train: {error}", file=sys.stderr)
+                return exit_codes.USAGE
+            return run(job)
     except RunError as error:
         print(f"fp4rl train: {error}", file=sys.stderr)
         return error.exit_code
-    except (ValueError, FileNotFoundError) as error:
-        print(f"fp4rl train: {error}", file=sys.stderr)
-        return exit_codes.USAGE

@@ -51,6 +51,7 @@ class Collected:
         items: the task item of every prompt.
         completions: the text of every row.
         rewards: [B] float32.
+        correct: [B] bool, the answer is right, whatever else is rewarded.
         parts: by name, [B] float32: the reward's parts.
         rounds: sampling rounds used.
         sampled_tokens: tokens sampled, dropped groups included.
@@ -60,6 +61,7 @@ class Collected:
     items: tuple[Any, ...]
     completions: tuple[str, ...]
     rewards: np.ndarray
+    correct: np.ndarray
     parts: dict[str, np.ndarray]
     rounds: int
     sampled_tokens: int
@@ -107,6 +109,7 @@ def _round(published: Any, key: Array, collector: Collector) -> Collected:
         items=items,
         completions=completions,
         rewards=np.array([reward.value for reward in found], np.float32),
+        correct=np.array([reward.correct for reward in found], bool),
         parts={n: np.array([reward.parts[n] for reward in found], np.float32) for n in names},
         rounds=1,
         sampled_tokens=int(rollouts.loss_mask.sum()),
@@ -121,6 +124,7 @@ def _take_groups(found: Collected, groups: np.ndarray, group_size: int) -> Colle
         items=tuple(found.items[g] for g in groups),
         completions=tuple(found.completions[r] for r in rows),
         rewards=found.rewards[rows],
+        correct=found.correct[rows],
         parts={name: values[rows] for name, values in found.parts.items()},
     )
 
@@ -133,6 +137,7 @@ def _join(kept: list[Collected], collector: Collector, *, rounds: int, sampled: 
         items=tuple(item for part in kept for item in part.items),
         completions=tuple(text for part in kept for text in part.completions),
         rewards=np.concatenate([part.rewards for part in kept]),
+        correct=np.concatenate([part.correct for part in kept]),
         parts={n: np.concatenate([part.parts[n] for part in kept]) for n in kept[0].parts},
     )
     cut = _take_groups(joined, np.arange(collector.num_prompts), collector.group_size)

@@ -23,6 +23,7 @@ def rollout_row(collected: Collected) -> Row:
     row = {
         "reward_mean": float(collected.rewards.mean()),
         "reward_std": float(collected.rewards.std()),
+        "correct_share": float(collected.correct.mean()),
         "mixed_groups_share": float((spread > 0).mean()),
         "completion_length_mean": float(lengths.mean()),
         "completion_length_max": float(lengths.max()),
