@@ -105,6 +105,7 @@ class Builder:
             collector=self.collector(data),
             publish=self.publish,
             prepare=Bound(algorithm.module.prepare, algorithm.config),
+            clipped=Bound(self.config.correction.module.clipped, self.config.correction.config),
             reference=self.reference(base),
             base=base,
             key=jax.random.fold_in(self.key, 1),

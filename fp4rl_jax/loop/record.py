@@ -1,11 +1,14 @@
 """One step's metrics row: plain numbers by documented key (docs/RUNS.md), nothing on the device."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from fp4rl_jax.arrays import Array
 from fp4rl_jax.batch import TrainBatch
 from fp4rl_jax.loop.collect import Collected
 from fp4rl_jax.objectives.means import Sums
@@ -35,18 +38,30 @@ def rollout_row(collected: Collected) -> Row:
     return row | flatten_sums(collected.rollouts.stats)
 
 
-def update_row(batch: TrainBatch, outcomes: list[Outcome]) -> Row:
-    """What the updates say: mismatch over the whole batch, loss, gradient, entropy, skips."""
-    logprobs = np.concatenate([np.asarray(outcome.trainer_logprobs) for outcome in outcomes])
-    mismatch = jax.device_get(mismatch_metrics(logprobs, batch.rollout_logprobs, batch.loss_mask))
+def update_row(outcomes: Sequence[Outcome]) -> Row:
+    """What the updates say: loss, gradient, learning rate, entropy, the algorithm's metrics, skips."""
     sums = jax.tree.map(lambda *xs: np.sum(np.stack(xs)), *[(o.entropy, o.metrics) for o in outcomes])
-    row = {name: float(value) for name, value in mismatch.items()}
-    row |= flatten_sums({"entropy": sums[0], **sums[1]})
+    row = flatten_sums({"entropy": sums[0], **sums[1]})
     row["loss"] = float(np.mean([outcome.loss for outcome in outcomes]))
     row["grad_norm"] = float(np.mean([outcome.grad_norm for outcome in outcomes]))
     row["learning_rate"] = float(outcomes[-1].lr)
     row["updates_skipped"] = float(sum(not bool(outcome.applied) for outcome in outcomes))
     return row
+
+
+def mismatch_row(
+    batch: TrainBatch, old_logprobs: np.ndarray, *, clipped: Callable[[Array, Array], Array]
+) -> Row:
+    """The gap between the sides over the whole batch, raw, before any correction; keys as in `mismatch`."""
+    rollout, mask = jnp.asarray(batch.rollout_logprobs), jnp.asarray(batch.loss_mask)
+    found = _mismatch(jnp.asarray(old_logprobs), rollout, mask, clipped=clipped)
+    return {name: float(value) for name, value in jax.device_get(found).items()}
+
+
+@partial(jax.jit, static_argnames="clipped")
+def _mismatch(old: Array, rollout: Array, mask: Array, *, clipped: Any) -> dict[str, Array]:
+    log_ratio = jnp.where(mask, old - rollout, 0.0)
+    return mismatch_metrics(old, rollout, mask, clipped=clipped(log_ratio, mask))
 
 
 def flatten_sums(tree: Mapping[str, Any], prefix: str = "") -> Row:

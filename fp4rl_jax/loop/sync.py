@@ -6,7 +6,7 @@ key but that one, and a step is the same whatever came before it in the process.
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ class Parts:
         collector: prompts to scored rollouts.
         publish: (state) -> published rollout parameters of the state's version.
         prepare: the algorithm's, (rollouts, rewards) -> TrainBatch.
+        clipped: the correction's, (log_ratio, loss_mask) -> [B, T] bool.
         reference: (batch) -> ref_logprobs [B, T], or None without a KL term.
         base: the trainer's `backbone`.
         key: root key of the run.
@@ -39,6 +40,7 @@ class Parts:
     collector: Collector
     publish: Callable[[TrainState], Any]
     prepare: Callable[[Rollouts, Array], TrainBatch]
+    clipped: Callable[[Array, Array], Array]
     reference: Callable[[TrainBatch], Array] | None
     base: PyTree
     key: Array
@@ -51,7 +53,7 @@ class Step:
     Attributes:
         row: its metrics, by key.
         collected: its rollouts.
-        trainer_logprobs: [B, T] float32, as the updates saw them.
+        trainer_logprobs: [B, T] float32, at the rollout's version.
         problems: a line for every skipped update.
     """
 
@@ -85,35 +87,51 @@ def train_step(state: TrainState, number: int, parts: Parts) -> tuple[TrainState
     if parts.reference is not None:
         batch = batch.replace(ref_logprobs=jax.block_until_ready(parts.reference(batch)))
         clock.lap("reference")
-    state, outcomes = learn(state, batch, parts.base, learner=parts.learner)
+    state, learned = learn(state, batch, parts.base, learner=parts.learner)
     clock.lap("update")
-    row = record.rollout_row(collected) | record.update_row(batch, outcomes)
+    row = record.rollout_row(collected) | record.update_row(learned.outcomes)
+    row |= record.mismatch_row(batch, learned.old_logprobs, clipped=parts.clipped)
+    row |= record.flatten_sums({"weights": published.stats}, "quant/")
     row |= clock.row(collected.sampled_tokens)
     row["params_version"] = float(int(collected.rollouts.params_version))
-    logprobs = np.concatenate([np.asarray(outcome.trainer_logprobs) for outcome in outcomes])
-    problems = tuple(_problems(number, outcomes, collected))
+    problems = tuple(_problems(number, learned.outcomes, collected))
     for line in problems:
         logging.warning("%s", line)
-    return state, Step(row=row, collected=collected, trainer_logprobs=logprobs, problems=problems)
+    return state, Step(
+        row=row, collected=collected, trainer_logprobs=learned.old_logprobs, problems=problems
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Learned:
+    """What the updates of one rollout batch report.
+
+    Attributes:
+        outcomes: one an update, on the host.
+        old_logprobs: [B, T] float32, the trainer's at the rollout's version.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    old_logprobs: np.ndarray
 
 
 def learn(
     state: TrainState, batch: TrainBatch, base: PyTree, *, learner: Learner
-) -> tuple[TrainState, list[Outcome]]:
+) -> tuple[TrainState, Learned]:
     """Makes the updates of one rollout batch, each on its own share of the groups.
 
     With one update the trainer's old log-probs are the current ones and the ratio is exactly 1;
     with more, the later shares are scored before the first update moves the parameters.
     """
-    shares = _shares(batch, learner.config.updates_per_rollout)
-    scored = shares[:1] + [
-        share.replace(old_logprobs=_score(state, share, base, learner=learner)) for share in shares[1:]
-    ]
+    first, *later = _shares(batch, learner.config.updates_per_rollout)
+    later = [share.replace(old_logprobs=_score(state, share, base, learner=learner)) for share in later]
     outcomes = []
-    for share in scored:
+    for share in [first, *later]:
         state, outcome = _update(state, share, base, learner=learner)
         outcomes.append(jax.device_get(outcome))
-    return state.replace(params_version=state.params_version + 1), outcomes
+    old = [outcomes[0].trainer_logprobs, *(share.old_logprobs for share in later)]
+    learned = Learned(outcomes=tuple(outcomes), old_logprobs=np.concatenate([np.asarray(x) for x in old]))
+    return state.replace(params_version=state.params_version + 1), learned
 
 
 def _shares(batch: TrainBatch, count: int) -> list[TrainBatch]:
@@ -123,7 +141,7 @@ def _shares(batch: TrainBatch, count: int) -> list[TrainBatch]:
     return [jax.tree.map(lambda x, i=i: x[i * rows : (i + 1) * rows], batch) for i in range(count)]
 
 
-def _problems(number: int, outcomes: list[Outcome], collected: Collected) -> list[str]:
+def _problems(number: int, outcomes: Sequence[Outcome], collected: Collected) -> list[str]:
     lines = []
     rows_before = 0
     for outcome in outcomes:
