@@ -113,7 +113,7 @@ def update(
     per_share = jnp.repeat(parts.finite_grads, rows // parts.finite_grads.shape[0])
     outcome = Outcome(
         loss=loss,
-        grad_norm=optax.global_norm(grads),
+        grad_norm=optax.tree.norm(grads),
         lr=jnp.asarray(schedule(learner.config.optim)(state.updates), jnp.float32),
         trainer_logprobs=parts.logprobs.reshape(batch.tokens.shape),
         entropy=_total(parts.entropy),
