@@ -22,10 +22,13 @@ from fp4rl_jax.configuring import (
     to_plain,
 )
 from fp4rl_jax.configuring import validate as validate_sections
+from fp4rl_jax.loop.config import EvalConfig, LoopConfig
 from fp4rl_jax.models.config import ModelConfig, sites
 from fp4rl_jax.ops.config import OpsConfig
 from fp4rl_jax.parallel.mesh import MeshConfig
+from fp4rl_jax.rollout.config import RolloutConfig
 from fp4rl_jax.runs.config import RunConfig
+from fp4rl_jax.trainer.config import TrainerConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,10 @@ class Config:
     algorithm: Plugin = plugin_section("fp4rl_jax.algorithms", default="grpo")
     correction: Plugin = plugin_section("fp4rl_jax.corrections", default="tis")
     task: Plugin = plugin_section("fp4rl_jax.tasks", default="arithmetic")
+    trainer: TrainerConfig = TrainerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    loop: LoopConfig = LoopConfig()
+    eval: EvalConfig = EvalConfig()
     ops: OpsConfig = OpsConfig()
     mesh: MeshConfig = MeshConfig()
 
