@@ -17,6 +17,9 @@ class MetricsWriter:
         start: the next step to be written; TensorBoard drops what it holds from there on.
         tensorboard: "on" needs the extra `run`.
 
+    Attributes:
+        last: the object written last, or empty.
+
     Raises:
         MissingExtraError: TensorBoard is on and tensorboardX is not installed.
     """
@@ -24,6 +27,7 @@ class MetricsWriter:
     def __init__(self, folder: Path, *, start: int = 0, tensorboard: Literal["on", "off"] = "on"):
         self._lines = JsonLines(folder / "metrics.jsonl")
         self._next = start
+        self.last: dict[str, Any] = {}
         self._board = _board(folder / "tensorboard", start) if tensorboard == "on" else None
 
     def write(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,6 +49,7 @@ class MetricsWriter:
         record = strict_record({"step": step, **values})
         self._lines.append(record)
         self._next = step + 1
+        self.last = record
         if self._board is not None:
             for key, value in record.items():
                 if key != "step" and isinstance(value, int | float):

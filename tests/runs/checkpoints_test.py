@@ -211,9 +211,10 @@ def test_damaged_ones_do_not_count_when_old_ones_are_dropped(tmp_path):
 
 
 def test_the_last_and_the_best_are_kept(tmp_path):
-    checkpointer = Checkpointer(tmp_path, keep_last=2, keep_best="reward_mean")
-    for step, score in enumerate((0.1, 0.9, 0.9, 0.2, 0.3, None)):
-        checkpointer.save(step, small_state(step), {}, score=score)
+    scores = iter((0.1, 0.9, 0.9, 0.2, 0.3, None))
+    checkpointer = Checkpointer(tmp_path, keep_last=2, keep_best="reward_mean", score=lambda: next(scores))
+    for step in range(6):
+        checkpointer.save(step, small_state(step), {})
     assert checkpointer.steps() == (2, 4, 5)
 
 

@@ -11,6 +11,14 @@ import pytest
 from fp4rl_jax import runs
 from fp4rl_jax.runs import files
 
+MANIFEST = {"versions": {}}
+
+
+def made_run(root, **resolved):
+    """A run that began, closed again."""
+    with open_run(root, **resolved) as run:
+        run.write_manifest(MANIFEST)
+
 
 def open_run(root, *, resume="never", **resolved):
     config = runs.RunConfig(root=str(root), name="a", resume=resume, tensorboard="off")
@@ -20,7 +28,7 @@ def open_run(root, *, resume="never", **resolved):
 
 
 def test_a_new_run_is_refused_where_one_lives(tmp_path):
-    open_run(tmp_path).close()
+    made_run(tmp_path)
     with pytest.raises(runs.RunExistsError, match=f"{tmp_path}/a already holds a run"):
         open_run(tmp_path)
     with open_run(tmp_path, resume="auto") as run:
@@ -33,6 +41,34 @@ def test_resuming_needs_a_run(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+def test_what_failed_before_it_began_is_no_run(tmp_path):
+    open_run(tmp_path, loop={"steps": 1}).close()  # no manifest: nothing was started
+    with pytest.raises(runs.RunNotFoundError):
+        open_run(tmp_path, resume="must")
+    with open_run(tmp_path) as run:
+        assert not run.resumed
+    assert json.loads((tmp_path / "a/config.json").read_text())["loop"]["steps"] == 4
+
+
+def test_the_best_checkpoint_is_the_one_of_the_highest_metric(tmp_path):
+    config = runs.RunConfig(
+        root=str(tmp_path), name="a", tensorboard="off", keep_last=1, keep_best="reward_mean"
+    )
+    with runs.RunDirectory.open(config, resolved={}) as run:
+        run.start(0)
+        for step, reward in enumerate((0.1, 0.7, 0.2, 0.3)):
+            run.metrics.write(step, {"reward_mean": reward})
+            run.checkpoints.save(step + 1, {"w": jnp.float32(step)}, {})
+        assert run.checkpoints.steps() == (2, 4)
+
+
+def test_a_resume_on_another_set_up_says_what_differs(tmp_path, caplog):
+    made_run(tmp_path)
+    with open_run(tmp_path, resume="must") as run:
+        run.write_manifest({"versions": {"jax": "0"}})
+    assert "versions was {} and is now {'jax': '0'}: bit-equal metrics are not promised" in caplog.text
+
+
 def test_two_processes_never_share_a_run(tmp_path):
     with open_run(tmp_path):
         with pytest.raises(runs.RunBusyError, match="in use by another live process"):
@@ -41,7 +77,7 @@ def test_two_processes_never_share_a_run(tmp_path):
 
 
 def test_a_resume_lists_every_differing_key_and_allows_more_steps(tmp_path):
-    open_run(tmp_path).close()
+    made_run(tmp_path)
     with pytest.raises(runs.ConfigMismatchError) as caught:
         open_run(tmp_path, resume="auto", loop={"steps": 9}, trainer={"lr": 2e-3, "clip": 1.0})
     assert str(caught.value).endswith(
@@ -64,6 +100,7 @@ def test_records_after_a_resume_are_byte_for_byte_those_of_an_uninterrupted_run(
 
     first = open_run(tmp_path / "cut")
     first.start(0)
+    first.write_manifest(MANIFEST)
     steps(first, range(4))
     first.close()
     with open(tmp_path / "cut/a/metrics.jsonl", "ab") as file:
@@ -152,10 +189,17 @@ def test_tensorboard_events_are_written(tmp_path):
 
 
 def test_the_package_needs_no_optional_package():
-    blocked = "import sys\nfor n in ('rich','tensorboardX','matplotlib','grain'): sys.modules[n] = None\n"
-    code = blocked + "from fp4rl_jax import runs; runs.make_progress('lines', total=1).close(); print('fine')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
-    assert done.stdout == "fine\n", done.stderr
-    code = blocked + "from fp4rl_jax import runs\nruns.make_progress('bar', total=1)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
-    assert "a progress bar needs rich: install the extra with pip install 'fp4rl_jax[run]'" in done.stderr
+    code = """
+import sys
+for name in ("rich.progress", "tensorboardX", "matplotlib", "grain"):
+    sys.modules[name] = None
+from fp4rl_jax import runs
+runs.make_progress("lines", total=1).close()
+try:
+    runs.make_progress("bar", total=1)
+except runs.MissingExtraError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    expected = "a progress bar needs rich: install the extra with pip install 'fp4rl_jax[run]'\n"
+    assert done.stdout == expected, done.stderr
