@@ -1,0 +1,34 @@
+"""The reference sampler and the road from trainer parameters to rollout parameters.
+
+`publish` -> `sample` -> `Rollouts`; `evaluate` scores a policy on a task.
+"""
+
+from fp4rl_jax.rollout.choose import row_keys
+from fp4rl_jax.rollout.config import RolloutConfig, SamplingConfig, refuse_for_training
+from fp4rl_jax.rollout.evaluate import Evaluation, Evaluator, evaluate
+from fp4rl_jax.rollout.publish import (
+    Checksums,
+    Published,
+    PublishError,
+    compare_checksums,
+    publish,
+    weight_checksums,
+)
+from fp4rl_jax.rollout.sampler import sample
+
+__all__ = [
+    "Checksums",
+    "Evaluation",
+    "Evaluator",
+    "PublishError",
+    "Published",
+    "RolloutConfig",
+    "SamplingConfig",
+    "compare_checksums",
+    "evaluate",
+    "publish",
+    "refuse_for_training",
+    "row_keys",
+    "sample",
+    "weight_checksums",
+]

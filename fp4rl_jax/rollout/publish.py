@@ -1,0 +1,231 @@
+"""Turns trainer parameters into rollout parameters, and proves that both sides hold the same codes.
+
+`publish` fuses the master leaves per site (q, k, v share one outer scale; gate and up another;
+each expert its own), quantizes every quantized site with the recipe's own quantizer and casts
+the other matrices. `weight_checksums` does what the trainer's forward does instead: layer by layer in a
+scan, from the same master leaves. Their checksums are compared after every publish.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from fp4rl_jax import models, ops
+from fp4rl_jax.arrays import Array, PyTree, dtype_of
+from fp4rl_jax.models import ModelConfig
+from fp4rl_jax.objectives.means import Sums
+from fp4rl_jax.ops.spec import Side
+from fp4rl_jax.qtensor import QTensor
+from fp4rl_jax.quantizers import Quantizer
+from fp4rl_jax.rollout.checksums import qtensor_checksums
+
+#: site -> {"codes" | "scale_bytes" | "outer_scale": [L] or [L, E] uint32}
+Checksums = dict[str, dict[str, Array]]
+
+
+@struct.dataclass
+class Published:
+    """Rollout parameters of one version.
+
+    Attributes:
+        params: fused tree; QTensor at quantized sites; unquantized matrices in the side's dtype;
+            norm weights, biases and the router in the master's.
+        version: [] int32, the trainer's parameter version that this was made from.
+        checksums: per quantized site and layer, see `Checksums`.
+        stats: per quantized site, the weights' underflow, saturation and zero-scale-block counts.
+        packed_bytes: static, bytes of all quantized sites, scales included.
+        packed_values: static, how many weights those bytes hold.
+    """
+
+    params: PyTree
+    version: Array
+    checksums: Checksums
+    stats: dict[str, dict[str, Sums]]
+    packed_bytes: int = struct.field(pytree_node=False, default=0)
+    packed_values: int = struct.field(pytree_node=False, default=0)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits a quantized weight takes, scales included; NaN when nothing is quantized."""
+        return 8 * self.packed_bytes / self.packed_values if self.packed_values else float("nan")
+
+
+class PublishError(RuntimeError):
+    """Parameters that must not reach the sampler: non-finite, or unequal on the two sides."""
+
+
+def publish(params: PyTree, *, config: ModelConfig, side: Side, version: int | Array) -> Published:
+    """Makes rollout parameters from the trainer's.
+
+    Args:
+        params: master tree of the trainer (see `models.describe`).
+        config: the model.
+        side: the rollout side; its specs say which sites are quantized and how.
+        version: the trainer's parameter version.
+
+    Returns:
+        Published. The master tree is read, never changed or aliased by quantized leaves.
+
+    Raises:
+        PublishError: a leaf of `params` holds a NaN or an infinity; every such leaf is named.
+    """
+    fused, checksums, stats, finite = _publish(params, config, side)
+    bad = [name for name, good in jax.device_get(finite).items() if not good]
+    if bad:
+        raise PublishError(f"version {int(version)} is not published: non-finite weights in {', '.join(bad)}")
+    packed = [leaf for leaf in jax.tree.leaves(fused, is_leaf=_is_qtensor) if _is_qtensor(leaf)]
+    return Published(
+        params=fused,
+        version=jnp.asarray(version, jnp.int32),
+        checksums=checksums,
+        stats=stats,
+        packed_bytes=sum(q.packed.nbytes + q.scales.nbytes + q.outer_scale.nbytes for q in packed),
+        packed_values=sum(int(np.prod(q.shape)) for q in packed),
+    )
+
+
+def weight_checksums(params: PyTree, *, config: ModelConfig, side: Side) -> Checksums:
+    """Checksums of the weights as the forward of `side` quantizes them, layer by layer.
+
+    Args:
+        params: master tree.
+        config: the model.
+        side: usually the trainer's side; sites without a weight quantizer are left out.
+
+    Returns:
+        site -> part -> [L] or [L, E] uint32.
+    """
+    return _weight_checksums(params, config, side)
+
+
+def compare_checksums(
+    rollout: Checksums, trainer: Checksums, *, rollout_side: Side, trainer_side: Side
+) -> dict[str, str]:
+    """Holds the codes of both sides against each other, site by site.
+
+    Args:
+        rollout: of the published parameters.
+        trainer: from `weight_checksums` on the same parameters.
+        rollout_side, trainer_side: to know where the two recipes mean the same thing.
+
+    Returns:
+        site -> "equal", "trainer unquantized", "rollout unquantized" or "quantizers differ": what
+        could be compared and what the recipe pair itself makes different.
+
+    Raises:
+        PublishError: a site that both sides quantize the same way has unequal checksums; the
+            message names the site, the part and the layers.
+    """
+    verdicts, wrong = {}, []
+    for site in sorted(rollout | trainer):
+        ours, theirs = rollout_side.specs[site].weight, trainer_side.specs[site].weight
+        if ours is None or theirs is None:
+            verdicts[site] = f"{'rollout' if ours is None else 'trainer'} unquantized"
+        elif ours != theirs:
+            verdicts[site] = "quantizers differ"
+        else:
+            verdicts[site] = "equal"
+            wrong += _unequal(site, rollout[site], trainer[site])
+    if wrong:
+        raise PublishError("weights differ between rollout and trainer: " + "; ".join(wrong))
+    return verdicts
+
+
+def _unequal(site: str, ours: Mapping[str, Array], theirs: Mapping[str, Array]) -> list[str]:
+    """One sentence for every part of a site whose checksums differ."""
+    found = []
+    for part in ours:
+        a, b = np.asarray(ours[part]), np.asarray(theirs[part])
+        layers = np.unique(np.nonzero(a != b)[0]).tolist()
+        if layers:
+            found.append(f"{site} {part} in layers {layers}")
+    return found
+
+
+def _is_qtensor(leaf: object) -> bool:
+    return isinstance(leaf, QTensor)
+
+
+@partial(jax.jit, static_argnames=("config", "side"))
+def _publish(params: PyTree, config: ModelConfig, side: Side):
+    """The compiled part of `publish`: fused tree, checksums, stats and a finite flag per leaf."""
+    finite = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): jnp.all(jnp.isfinite(leaf))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+    quantizers = _quantized_sites(config, side)
+    checksums: dict[str, list] = {site: [] for site in quantizers}
+    stats: dict[str, list] = {site: [] for site in quantizers}
+
+    def pack(site: str, weight: Array) -> Array | QTensor:
+        if site not in quantizers:
+            return weight
+        q = _over_leading(quantizers[site].quantize, weight.ndim - 2)(weight)
+        checksums[site].append(_over_leading(qtensor_checksums, weight.ndim - 2)(q))
+        stats[site].append(_weight_stats(weight, q))
+        return q
+
+    fused = models.map_sites(pack, models.fuse(params))
+    return _cast(fused, side), _join_stacks(checksums, jnp.concatenate), _join_stacks(stats, sum), finite
+
+
+def _cast(fused: PyTree, side: Side) -> PyTree:
+    """Unquantized matrices in the side's dtype, as the forward would cast them at every use.
+
+    Norm weights, biases and the router stay in the master's dtype: the forward computes with them
+    in float32 on both sides. Every leaf is copied, so that none aliases a master.
+    """
+    dtype = dtype_of(side.dtype)
+    fused = {**fused, **{name: fused[name].astype(dtype) for name in ("embed", "head") if name in fused}}
+    fused = models.map_sites(lambda _, w: w if isinstance(w, QTensor) else w.astype(dtype), fused)
+    return jax.tree.map(jnp.copy, fused)
+
+
+def _join_stacks(per_stack: dict[str, list], join: Callable[[list], Array]) -> dict:
+    """Joins what the stacks of layers gave, in layer order."""
+    return {site: jax.tree.map(lambda *parts: join(parts), *found) for site, found in per_stack.items()}
+
+
+@partial(jax.jit, static_argnames=("config", "side"))
+def _weight_checksums(params: PyTree, config: ModelConfig, side: Side) -> Checksums:
+    """Scans over layers like the forward does, quantizing one layer's weights at a time."""
+    quantizers = _quantized_sites(config, side)
+    checksums: dict[str, list] = {site: [] for site in quantizers}
+
+    def scan(site: str, weight: Array) -> Array:
+        if site in quantizers:
+            one = partial(_quantized_checksums, quantizer=quantizers[site])
+            layer = one if weight.ndim == 3 else partial(jax.lax.map, one)
+            checksums[site].append(jax.lax.map(layer, weight))
+        return weight
+
+    models.map_sites(scan, models.fuse(params))
+    return _join_stacks(checksums, jnp.concatenate)
+
+
+def _quantized_checksums(weight: Array, *, quantizer: Quantizer) -> dict[str, Array]:
+    """Checksums of one layer's (or one expert's) [N, K] weight, quantized by itself."""
+    return qtensor_checksums(quantizer.quantize(weight))
+
+
+def _quantized_sites(config: ModelConfig, side: Side) -> dict[str, Quantizer]:
+    """The sites whose weights `side` quantizes, with their quantizers."""
+    specs = ((site, side.specs[site].weight) for site in models.sites(config))
+    return {site: quantizer for site, quantizer in specs if quantizer is not None}
+
+
+def _over_leading(function, num_axes: int):
+    """`function` of one [N, K] matrix, vmapped over the leading layer (and expert) axes."""
+    for _ in range(num_axes):
+        function = jax.vmap(function)
+    return function
+
+
+def _weight_stats(weight: Array, q: QTensor) -> dict[str, Sums]:
+    """Underflow, saturation and zero-scale-block counts of a stacked weight, over all layers."""
+    per_matrix = _over_leading(ops.quant_stats, weight.ndim - 2)(weight, q)
+    return jax.tree.map(jnp.sum, per_matrix)

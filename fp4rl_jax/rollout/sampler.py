@@ -1,0 +1,262 @@
+"""The reference sampler: prefill each prompt once per group, then decode in a while_loop.
+
+One jitted program with static shapes and no host sync per token. Three properties hold by
+construction and are tested: a row's tokens depend on its own prompt, key and limit only; the
+log-probs come from the function that scoring uses; the cache lives and dies inside the call, so
+it can never meet another version of the parameters.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from fp4rl_jax import models, ops
+from fp4rl_jax.arrays import Array, PyTree
+from fp4rl_jax.batch import Rollouts
+from fp4rl_jax.models import ModelConfig, logprobs
+from fp4rl_jax.ops.spec import Side
+from fp4rl_jax.rollout.choose import choose
+from fp4rl_jax.rollout.config import SamplingConfig
+from fp4rl_jax.rollout.publish import Published
+from fp4rl_jax.rollout.state import Prefix, SamplerState
+
+
+def sample(
+    published: Published,
+    prompts: Array,
+    prompt_mask: Array,
+    *,
+    row_limits: Array,
+    keys: Array,
+    config: ModelConfig,
+    side: Side,
+    sampling: SamplingConfig,
+    group_size: int = 1,
+    provenance: Mapping[str, str] | None = None,
+) -> Rollouts:
+    """Samples `group_size` completions of every prompt.
+
+    Args:
+        published: rollout parameters and their version.
+        prompts: [P, Tp] int32, left-padded to a width that stays the same from call to call (a
+            new width compiles a new program).
+        prompt_mask: [P, Tp] bool, True on prompt tokens; at least the last column of each row.
+        row_limits: [B] int32, most tokens a row may sample; 0 samples nothing (a dummy row).
+            B = P * group_size, rows of one prompt adjacent.
+        keys: [B] typed PRNG keys, see `row_keys`.
+        config: the model.
+        side: the rollout side.
+        sampling: temperature, limits and stop tokens.
+        group_size: completions a prompt.
+        provenance: facts to record on the result beside the ones known here.
+
+    Returns:
+        Rollouts, [B, Tp + max_new_tokens] each. The log-probs are those of the full softmax at
+        the sampling temperature (at 1 when greedy), whatever top-k, top-p or min-p cut away.
+        `params_version` is the published version, fixed when the call is made.
+
+    Raises:
+        ValueError: prompt + completion is longer than the model's max_length.
+        AssertionError: an argument has the wrong shape.
+    """
+    num_prompts, prompt_width = prompts.shape
+    batch = num_prompts * group_size
+    chex.assert_shape(prompt_mask, (num_prompts, prompt_width))
+    chex.assert_shape([row_limits, keys], (batch,))
+    total = prompt_width + sampling.max_new_tokens
+    if total > config.max_length:
+        raise ValueError(
+            f"prompt_width {prompt_width} + max_new_tokens {sampling.max_new_tokens} = {total} is more than "
+            f"the model's max_length {config.max_length}"
+        )
+    arrays = _sample(
+        published.params,
+        prompts,
+        prompt_mask,
+        row_limits,
+        keys,
+        config,
+        side,
+        sampling,
+        group_size,
+    )
+    facts = {
+        "rollout.dtype": side.dtype,
+        "rollout.order": side.order,
+        "rollout.temperature": str(sampling.temperature),
+        **(provenance or {}),
+    }
+    return Rollouts(
+        **arrays,
+        params_version=published.version,
+        prompt_width=prompt_width,
+        group_size=group_size,
+        provenance=tuple(sorted(facts.items())),
+    )
+
+
+@partial(jax.jit, static_argnames=("config", "side", "sampling", "group_size"))
+def _sample(
+    params: PyTree,
+    prompts: Array,
+    prompt_mask: Array,
+    row_limits: Array,
+    keys: Array,
+    config: ModelConfig,
+    side: Side,
+    sampling: SamplingConfig,
+    group_size: int,
+) -> dict[str, Array]:
+    """The compiled program: the array fields of Rollouts as a dict."""
+    params = _prepare(params)
+    prefix, hidden = prefill(params, prompts, prompt_mask, config=config, side=side)
+    state = _empty_state(row_limits, config=config, side=side, sampling=sampling)
+    emit = partial(_emit, row_limits=row_limits, keys=keys, side=side, sampling=sampling)
+    state = emit(state, jnp.repeat(models.logits(params, hidden, order=side.order), group_size, axis=0))
+    starts = jnp.repeat(prefix.lengths, group_size)  # [B]
+
+    def body(state: SamplerState) -> SamplerState:
+        state, hidden = decode(params, prefix, state, starts, config=config, side=side)
+        return emit(state, models.logits(params, hidden, order=side.order))
+
+    state = jax.lax.while_loop(lambda state: jnp.any(state.alive), body, state)
+    before = (
+        jnp.repeat(prompts, group_size, axis=0),
+        jnp.repeat(prompt_mask, group_size, axis=0),
+    )
+    nothing = jnp.zeros_like(before[1])
+    return {
+        "tokens": jnp.concatenate([before[0], state.tokens], axis=1),
+        "token_mask": jnp.concatenate([before[1], state.sampled], axis=1),
+        "loss_mask": jnp.concatenate([nothing, state.sampled], axis=1),
+        "rollout_logprobs": jnp.concatenate([nothing.astype(jnp.float32), state.logprobs], axis=1),
+        "finished": state.finished,
+    }
+
+
+def _prepare(params: PyTree) -> PyTree:
+    """Decodes every weight once for the whole call, the head (or the tied embedding) included."""
+    return {**ops.prepare(params), "head": ops.prepare_weight(models.head_weight(params))}
+
+
+def prefill(
+    params: PyTree,
+    prompts: Array,
+    prompt_mask: Array,
+    *,
+    config: ModelConfig,
+    side: Side,
+) -> tuple[Prefix, Array]:
+    """Runs every prompt once.
+
+    Args:
+        params: prepared rollout parameters.
+        prompts: [P, Tp] int32, left-padded.
+        prompt_mask: [P, Tp] bool.
+        config: the model.
+        side: the rollout side.
+
+    Returns:
+        The prefix, and the hidden state of each prompt's last token, [P, D].
+    """
+    positions = jnp.maximum(jnp.cumsum(prompt_mask, axis=1, dtype=jnp.int32) - 1, 0)
+    out = models.forward(
+        params,
+        prompts,
+        config=config,
+        side=side,
+        positions=positions,
+        token_mask=prompt_mask,
+    )
+    lengths = jnp.sum(prompt_mask, axis=1, dtype=jnp.int32)
+    return Prefix(kv=out.kv, mask=prompt_mask, lengths=lengths), out.hidden[:, -1]
+
+
+def decode(
+    params: PyTree,
+    prefix: Prefix,
+    state: SamplerState,
+    starts: Array,
+    *,
+    config: ModelConfig,
+    side: Side,
+) -> tuple[SamplerState, Array]:
+    """Runs the newest token of every row through the model and extends the cache by it.
+
+    Args:
+        params: prepared rollout parameters.
+        prefix: the prompts' cache.
+        state: `step` tokens are written and `step - 1` of them are cached.
+        starts: [B] int32, position of each row's first completion token.
+        config: the model.
+        side: the rollout side.
+
+    Returns:
+        The state with the longer cache, and the new token's hidden state, [B, D].
+    """
+    index = state.step - 1
+    newest = jax.lax.dynamic_slice_in_dim(state.tokens, index, 1, axis=1)  # [B, 1]
+    out = models.forward(
+        params,
+        newest,
+        config=config,
+        side=side,
+        positions=(starts + index)[:, None],
+        token_mask=state.alive[:, None],
+        prefix=prefix.kv,
+        prefix_mask=prefix.mask,
+        cache=state.cache,
+        cache_index=index,
+    )
+    return state.replace(cache=out.kv), out.hidden[:, 0]
+
+
+def _emit(
+    state: SamplerState,
+    logits: Array,
+    *,
+    row_limits: Array,
+    keys: Array,
+    side: Side,
+    sampling: SamplingConfig,
+) -> SamplerState:
+    """Samples one token in every living row from logits [B, V] and ends the rows that are done."""
+    step_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, state.step)
+    scores = logprobs.tempered(logits, sampling.logprob_temperature)
+    token = jnp.where(state.alive, choose(scores, step_keys, sampling), sampling.pad_token)
+    logprob = logprobs.pick_logprobs(scores, token, order=side.order)
+    logprob = jnp.where(state.alive, logprob, 0.0)
+    stopped = state.alive & jnp.isin(token, jnp.asarray(sampling.stop_tokens, jnp.int32))
+    step = state.step + 1
+    limits = jnp.minimum(row_limits, sampling.max_new_tokens)
+
+    def write(column: Array, values: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(column, values[:, None], state.step, axis=1)
+
+    return state.replace(
+        step=step,
+        tokens=write(state.tokens, token.astype(jnp.int32)),
+        logprobs=write(state.logprobs, logprob),
+        sampled=write(state.sampled, state.alive),
+        alive=state.alive & ~stopped & (step < limits),
+        finished=state.finished | stopped,
+    )
+
+
+def _empty_state(
+    row_limits: Array, *, config: ModelConfig, side: Side, sampling: SamplingConfig
+) -> SamplerState:
+    """The state before the first token: nothing written, rows with a positive limit alive."""
+    batch, width = row_limits.shape[0], sampling.max_new_tokens
+    return SamplerState(
+        step=jnp.int32(0),
+        tokens=jnp.full((batch, width), sampling.pad_token, jnp.int32),
+        logprobs=jnp.zeros((batch, width), jnp.float32),
+        sampled=jnp.zeros((batch, width), bool),
+        alive=row_limits > 0,
+        finished=jnp.zeros(batch, bool),
+        cache=models.new_cache(config, num_rows=batch, completion_width=width, dtype=side.dtype),
+    )

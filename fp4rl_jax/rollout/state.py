@@ -1,0 +1,44 @@
+"""The sampler's loop state: everything that changes from one decode step to the next."""
+
+from flax import struct
+
+from fp4rl_jax.arrays import Array
+from fp4rl_jax.models import KV
+
+
+@struct.dataclass
+class SamplerState:
+    """The carry of the decode loop. `Tc` is the completion width, `max_new_tokens`.
+
+    Attributes:
+        step: [] int32, completion columns written so far.
+        tokens: [B, Tc] int32, the pad token where nothing was sampled.
+        logprobs: [B, Tc] float32, nats, of the sampled tokens; 0 elsewhere.
+        sampled: [B, Tc] bool, True where a token was sampled (the stop token included).
+        alive: [B] bool, True while the row still samples.
+        finished: [B] bool, True once the row has sampled a stop token.
+        cache: keys and values of the completion (see `models.new_cache`).
+    """
+
+    step: Array
+    tokens: Array
+    logprobs: Array
+    sampled: Array
+    alive: Array
+    finished: Array
+    cache: KV
+
+
+@struct.dataclass
+class Prefix:
+    """What prefill leaves behind: the prompts' cache, shared by the rows of a group.
+
+    Attributes:
+        kv: keys and values of the prompts, [L, P, Tp, K, C] each.
+        mask: [P, Tp] bool, True on real prompt tokens.
+        lengths: [P] int32, real tokens of each prompt: the position of its first new token.
+    """
+
+    kv: KV
+    mask: Array
+    lengths: Array

@@ -1,0 +1,49 @@
+"""A quantizer that also writes down the codes it made, to count activation codes that differ."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from fp4rl_jax.arrays import Array, PyTree
+from fp4rl_jax.ops.spec import Side, SiteSpecs
+from fp4rl_jax.qtensor import QTensor
+from fp4rl_jax.quantizers import Quantizer
+
+
+class Sink:
+    """Collects arrays by name, in the order in which the program made them."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[np.ndarray]] = {}
+
+    def put(self, name: str, codes: Any) -> None:
+        """Appends one array."""
+        self.found.setdefault(name, []).append(np.asarray(codes))
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordingQuantizer:
+    """`inner`, whose every quantized array is also sent to `put` as codes, in program order."""
+
+    inner: Quantizer
+    name: str
+    put: Callable[[str, Any], None]
+
+    def quantize(self, x: Array, *, axis: int = -1, key: Array | None = None, hint: PyTree = None) -> QTensor:
+        """As the inner one."""
+        q = self.inner.quantize(x, axis=axis, key=key, hint=hint)
+        jax.debug.callback(self.put, self.name, q.codes(), ordered=True)
+        return q
+
+
+def recording(side: Side, sink: Sink) -> Side:
+    """`side` with every activation quantizer writing its codes into `sink` under its site's name."""
+    items = []
+    for site, spec in side.specs.items:
+        if spec.act is not None:
+            spec = dataclasses.replace(spec, act=RecordingQuantizer(spec.act, site, sink.put))
+        items.append((site, spec))
+    return dataclasses.replace(side, specs=SiteSpecs(items=tuple(items)))

@@ -1,0 +1,279 @@
+"""Measures, per recipe, whether trainer and rollout are one policy; prints it as a table.
+
+    python -m tests.parity.table [--json PATH] [--markdown PATH]
+
+Three questions, each on random tiny models (dense and with experts), in both orders and dtypes:
+
+* weights: are the published codes those of the trainer's own fake quantization?
+* prefill = decode: does a block of tokens over the prompt give the log-probs of one-by-one decoding?
+* trainer = rollout: does teacher-forced scoring by the trainer's side give the sampler's log-probs?
+
+Equality is bit for bit. Where it does not hold, the share of tokens moved by more than 0.01 nat and
+the share of flipped activation codes are the answer; nothing is hidden behind a tolerance.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp4rl_jax import models
+from fp4rl_jax.arrays import PyTree
+from fp4rl_jax.batch import Rollouts
+from fp4rl_jax.models import ModelConfig, logprobs
+from fp4rl_jax.ops.spec import Order, Side
+from fp4rl_jax.rollout import (
+    Published,
+    SamplingConfig,
+    compare_checksums,
+    publish,
+    row_keys,
+    sample,
+    weight_checksums,
+)
+from tests.parity.record import Sink, recording
+from tests.rollout import tiny
+
+MOVED = 0.01  # nat: a token whose log-prob differs by more counts as moved
+
+
+@dataclasses.dataclass(frozen=True)
+class Gap:
+    """How two sets of log-probs of the same tokens differ.
+
+    Attributes:
+        tokens: how many were compared.
+        equal: share that is equal bit for bit.
+        largest: largest absolute difference, nats.
+        moved: share that differs by more than 0.01 nat.
+        k3: mean of exp(l) - 1 - l with l = first - second, nats per token.
+    """
+
+    tokens: int
+    equal: float
+    largest: float
+    moved: float
+    k3: float
+
+    def __str__(self) -> str:
+        if self.equal == 1.0:
+            return "equal"
+        return f"max {self.largest:.1e} nat, moved {100 * self.moved:.1f} %, k3 {self.k3:.1e}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    recipe: str
+    model: str
+    dtype: str
+    order: str
+    weights: str
+    prefill_decode: Gap
+    trainer_rollout: Gap
+    flipped_codes: float | None
+
+
+def gap(first: Any, second: Any, mask: Any) -> Gap:
+    """Compares two [B, T] log-prob arrays where `mask` is True."""
+    a, b = (np.asarray(x, np.float64)[np.asarray(mask)] for x in (first, second))
+    diff = a - b
+    return Gap(
+        tokens=diff.size,
+        equal=float(np.mean(a == b)),
+        largest=float(np.abs(diff).max()),
+        moved=float(np.mean(np.abs(diff) > MOVED)),
+        k3=float(np.mean(np.exp(diff) - 1 - diff)),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A model, two sides, and what is sampled."""
+
+    params: PyTree
+    config: ModelConfig
+    trainer: Side
+    rollout: Side
+    num_prompts: int = 4
+    group_size: int = 4
+    width: int = 8
+    sampling: SamplingConfig = SamplingConfig(max_new_tokens=8, stop_tokens=(2,))
+
+
+def draw(published: Published, setting: Setting, side: Side, prompts: tuple[Any, Any]) -> Rollouts:
+    """Rollouts of a setting; rows have different limits so that geometry matters."""
+    rows = setting.num_prompts * setting.group_size
+    return sample(
+        published,
+        *prompts,
+        row_limits=jnp.asarray(np.random.default_rng(3).integers(3, 9, rows), jnp.int32),
+        keys=row_keys(jax.random.key(4), jnp.arange(rows)),
+        config=setting.config,
+        side=side,
+        sampling=setting.sampling,
+        group_size=setting.group_size,
+    )
+
+
+def by_blocks(published: Published, out: Rollouts, *, config: ModelConfig, side: Side) -> jax.Array:
+    """[B, T] log-probs by the rollout's side: prompts, then each completion as one block over its prompt.
+
+    The same widths as decoding (the last token is never fed back), many tokens at a time.
+    """
+    width, group = out.prompt_width, out.group_size
+    prompts, prompt_mask = out.tokens[::group, :width], out.token_mask[::group, :width]
+    prefix = models.forward(
+        published.params, prompts, config=config, side=side,
+        positions=models.positions_of(prompt_mask), token_mask=prompt_mask,
+    )  # fmt: skip
+    positions = models.positions_of(out.token_mask)
+    block = models.forward(
+        published.params, out.tokens[:, width:-1], config=config, side=side,
+        positions=positions[:, width:-1], token_mask=out.token_mask[:, width:-1],
+        prefix=prefix.kv, prefix_mask=prompt_mask,
+    )  # fmt: skip
+    first = jnp.repeat(prefix.hidden[:, -1:], group, axis=0)
+    hidden = jnp.concatenate([first, block.hidden], axis=1)  # [B, Tc, D]
+    scores = models.logits(published.params, hidden, order=side.order)
+    found = logprobs.pick_logprobs(scores, out.tokens[:, width:], order=side.order)
+    return jnp.pad(jnp.where(out.loss_mask[:, width:], found, 0.0), ((0, 0), (width, 0)))
+
+
+def by_trainer(setting: Setting, side: Side, out: Rollouts) -> jax.Array:
+    """[B, T] log-probs by teacher-forced scoring with the trainer's parameters and side."""
+
+    @jax.jit
+    def run(params: PyTree, out: Rollouts) -> jax.Array:
+        fused = models.fuse(params)
+        return logprobs.score(
+            fused, out, config=setting.config, side=side, temperature=setting.sampling.temperature
+        ).logprobs
+
+    return run(setting.params, out)
+
+
+def flipped_codes(published: Published, setting: Setting, prompts: tuple[Any, Any]) -> float | None:
+    """Share of activation codes that differ between sampling and the trainer's scoring.
+
+    Over real tokens of prompt and completion, at sites that both sides quantize alike and whose
+    rows are tokens (expert sites sort their rows, so they are left out). None if there are none.
+    """
+    specs = {
+        site: spec.act
+        for site, spec in setting.trainer.specs.items
+        if spec.act is not None and spec.act == setting.rollout.specs[site].act and "experts" not in site
+    }
+    if not specs:
+        return None
+    ours, theirs = Sink(), Sink()
+    out = draw(published, setting, recording(setting.rollout, ours), prompts)
+    by_trainer(setting, recording(setting.trainer, theirs), out)
+    jax.effects_barrier()
+    wrong = total = 0
+    for site in specs:
+        sampled, scored = _align(ours.found[site], theirs.found[site], out, setting.config.num_layers)
+        wrong += int((sampled != scored).sum())
+        total += sampled.size
+    return wrong / total
+
+
+def _align(
+    sampled: list[np.ndarray], scored: list[np.ndarray], out: Rollouts, layers: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of the same real tokens, layer by layer, from the two programs' own layouts."""
+    width, group = out.prompt_width, out.group_size
+    prompt_mask = np.asarray(out.token_mask[::group, :width])
+    fed = np.asarray(out.token_mask[:, width + 1 :])  # tokens fed back: a successor was sampled
+    num, cols = prompt_mask.shape[0], fed.shape[1]
+    mine, other = [], []
+    for layer in range(layers):
+        prefill = sampled[layer].reshape(num, width, -1)
+        steps = [sampled[i].reshape(len(fed), -1) for i in range(layers + layer, len(sampled), layers)]
+        packed = scored[layer].reshape(num, -1, prefill.shape[-1])
+        blocks = packed[:, width:].reshape(len(fed), -1, prefill.shape[-1])
+        mine.append(prefill[prompt_mask])
+        other.append(packed[:, :width][prompt_mask])
+        for col in range(min(cols, len(steps))):
+            mine.append(steps[col][fed[:, col]])
+            other.append(blocks[:, col][fed[:, col]])
+    return np.concatenate(mine), np.concatenate(other)
+
+
+def measure(recipe: str, model: str, *, dtype: str, order: Order) -> Row:
+    """One line of the table, on a tiny random model."""
+    config = tiny.CONFIGS[model]
+    trainer, rollout = tiny.sides(recipe, config, dtype=dtype, order=order)
+    setting = Setting(params=tiny.params(model), config=config, trainer=trainer, rollout=rollout)
+    return measure_setting(setting, names=(recipe, model), prompts=tiny.prompts(4))
+
+
+def measure_setting(setting: Setting, *, names: tuple[str, str], prompts: tuple[Any, Any]) -> Row:
+    """One line of the table for any model, pair of sides and prompts."""
+    published = publish(setting.params, config=setting.config, side=setting.rollout, version=0)
+    verdicts = compare_checksums(
+        published.checksums,
+        weight_checksums(setting.params, config=setting.config, side=setting.trainer),
+        rollout_side=setting.rollout,
+        trainer_side=setting.trainer,
+    )
+    out = draw(published, setting, setting.rollout, prompts)
+    blocks = jax.jit(by_blocks, static_argnames=("config", "side"))(
+        published, out, config=setting.config, side=setting.rollout
+    )
+    return Row(
+        recipe=names[0],
+        model=names[1],
+        dtype=setting.rollout.dtype,
+        order=setting.rollout.order,
+        weights=", ".join(sorted(set(verdicts.values()))) or "unquantized",
+        prefill_decode=gap(blocks, out.rollout_logprobs, out.loss_mask),
+        trainer_rollout=gap(by_trainer(setting, setting.trainer, out), out.rollout_logprobs, out.loss_mask),
+        flipped_codes=flipped_codes(published, setting, prompts),
+    )
+
+
+def markdown(rows: list[Row]) -> str:
+    """The table as markdown."""
+    lines = [
+        "| recipe | model | dtype | order | weight codes | prefill = decode | trainer = rollout | flipped |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        flipped = "-" if row.flipped_codes is None else f"{100 * row.flipped_codes:.3f} %"
+        cells = (row.recipe, row.model, row.dtype, row.order, row.weights)
+        lines.append(
+            "| " + " | ".join((*cells, f"{row.prefill_decode}", f"{row.trainer_rollout}", flipped)) + " |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str]) -> None:
+    """Measures every recipe and prints the table; writes it where asked."""
+    parser = argparse.ArgumentParser(description="parity of trainer and rollout, per recipe")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    options = parser.parse_args(argv)
+    cells: list[tuple[str, Order]] = [("float32", "fixed"), ("bfloat16", "fixed"), ("bfloat16", "free")]
+    rows = [
+        measure(recipe, model, dtype=dtype, order=order)
+        for recipe in tiny.RECIPES
+        for model in tiny.CONFIGS
+        for dtype, order in cells
+    ]
+    print(markdown(rows), end="")
+    if options.json:
+        options.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n")
+    if options.markdown:
+        options.markdown.write_text(markdown(rows))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,216 @@
+"""The sampler: rows, limits, stop tokens, groups, log-probs, greedy, compilation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp4rl_jax import models
+from fp4rl_jax.rollout import SamplingConfig, publish, row_keys
+from tests.rollout import tiny
+
+NEVER_STOP = SamplingConfig(max_new_tokens=6, pad_token=0)
+
+
+def setup(name: str = "dense", recipe: str = "bf16", **side_options):
+    config = tiny.CONFIGS[name]
+    _, side = tiny.sides(recipe, config, **side_options)
+    published = publish(tiny.params(name), config=config, side=side, version=3)
+    return published, {"config": config, "side": side}
+
+
+def next_logits(published, config, side, tokens):
+    """[V] float32 logits after `tokens` [t], by a plain forward without any cache."""
+    row = jnp.asarray(tokens, jnp.int32)[None]
+    out = models.forward(
+        published.params, row, config=config, side=side,
+        positions=jnp.arange(row.shape[1])[None], token_mask=jnp.ones_like(row, bool),
+    )  # fmt: skip
+    return np.asarray(models.logits(published.params, out.hidden[:, -1])[0], np.float64)
+
+
+def test_layout_masks_and_versions():
+    published, statics = setup()
+    tokens, mask = tiny.prompts(3)
+    out = tiny.draw(published, tokens, mask, **statics, group_size=2)
+    assert out.tokens.shape == (6, 14) and out.prompt_width == 8 and out.group_size == 2
+    np.testing.assert_array_equal(out.tokens[:, :8], np.repeat(tokens, 2, axis=0))
+    np.testing.assert_array_equal(out.token_mask[:, :8], np.repeat(mask, 2, axis=0))
+    assert not out.loss_mask[:, :8].any() and int(out.params_version) == 3
+    np.testing.assert_array_equal(out.loss_mask[:, 8:], out.token_mask[:, 8:])
+    assert (np.asarray(out.rollout_logprobs)[~np.asarray(out.loss_mask)] == 0).all()
+    assert (np.asarray(out.tokens)[~np.asarray(out.token_mask)] == 0).all()
+    assert dict(out.provenance)["rollout.dtype"] == "float32"
+
+
+def test_stop_tokens_end_a_row_and_are_kept():
+    published, statics = setup()
+    tokens, mask = tiny.prompts(8)
+    free = tiny.draw(published, tokens, mask, **statics, sampling=NEVER_STOP)
+    stop = int(free.tokens[0, 10])  # the third token of row 0, wherever else it occurs
+    sampling = SamplingConfig(max_new_tokens=6, pad_token=0, stop_tokens=(stop,))
+    out = tiny.draw(published, tokens, mask, **statics, sampling=sampling)
+    completions, plain = np.asarray(out.tokens[:, 8:]), np.asarray(free.tokens[:, 8:])
+    for row in range(8):
+        at = np.flatnonzero(plain[row] == stop)
+        length = int(at[0]) + 1 if at.size else 6
+        np.testing.assert_array_equal(completions[row, :length], plain[row, :length])
+        assert (completions[row, length:] == 0).all()
+        assert int(out.loss_mask[row].sum()) == length and bool(out.finished[row]) == bool(at.size)
+    assert bool(out.finished[0]) and not free.finished.any()
+
+
+def test_row_limits_cut_each_row_by_itself():
+    published, statics = setup()
+    tokens, mask = tiny.prompts(4)
+    whole = tiny.draw(published, tokens, mask, **statics, sampling=NEVER_STOP)
+    limits = jnp.array([0, 1, 4, 99], jnp.int32)
+    out = tiny.draw(published, tokens, mask, **statics, sampling=NEVER_STOP, row_limits=limits)
+    np.testing.assert_array_equal(out.loss_mask.sum(axis=1), [0, 1, 4, 6])
+    kept = np.asarray(out.loss_mask)
+    np.testing.assert_array_equal(np.asarray(out.tokens)[kept], np.asarray(whole.tokens)[kept])
+    assert not out.finished.any()
+
+
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_group_shares_its_prompt_and_equals_repeated_prompts(name):
+    published, statics = setup(name, order="fixed")
+    tokens, mask = tiny.prompts(3)
+    keys = row_keys(jax.random.key(1), jnp.arange(12))
+    grouped = tiny.draw(published, tokens, mask, **statics, group_size=4, keys=keys)
+    apart = tiny.draw(published, np.repeat(tokens, 4, 0), np.repeat(mask, 4, 0), **statics, keys=keys)
+    np.testing.assert_array_equal(grouped.tokens, apart.tokens)
+    np.testing.assert_array_equal(grouped.rollout_logprobs, apart.rollout_logprobs)
+    assert len({tuple(row) for row in np.asarray(grouped.tokens[:4]).tolist()}) > 1
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "qat_w4a4"])
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_a_row_does_not_depend_on_its_batch_mates(name, recipe):
+    """Bit for bit with the fixed order: permuted, replaced, fewer and more batch mates."""
+    published, statics = setup(name, recipe, order="fixed")
+    tokens, mask = tiny.prompts(5)
+    other, other_mask = tiny.prompts(5, seed=9)
+    keys = row_keys(jax.random.key(2), jnp.arange(5))
+
+    def rows(order, toks=tokens, masks=mask):
+        order = np.asarray(order)
+        out = tiny.draw(published, toks[order], masks[order], **statics, keys=keys[order])
+        return np.asarray(out.tokens[:, 8:]), np.asarray(out.rollout_logprobs)
+
+    whole = rows(range(5))
+    for order in ([4, 2, 0, 1, 3], [3], [1, 3]):
+        found = rows(order)
+        np.testing.assert_array_equal(found[0], whole[0][order])
+        np.testing.assert_array_equal(found[1], whole[1][order])
+    mixed, mixed_mask = other.copy(), other_mask.copy()
+    mixed[2], mixed_mask[2] = tokens[2], mask[2]
+    found = rows(range(5), mixed, mixed_mask)
+    np.testing.assert_array_equal(found[0][2], whole[0][2])
+    np.testing.assert_array_equal(found[1][2], whole[1][2])
+    assert (found[0][0] != whole[0][0]).any()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_the_full_softmax_at_the_sampling_temperature(temperature):
+    """Against a brute-force float64 softmax over a forward without cache; bound 1e-4 nat in float32."""
+    published, statics = setup()
+    tokens, mask = tiny.prompts(4)
+    sampling = SamplingConfig(max_new_tokens=6, pad_token=0, temperature=temperature)
+    out = tiny.draw(published, tokens, mask, **statics, sampling=sampling)
+    for row in range(4):
+        real = np.asarray(out.tokens[row])[np.asarray(out.token_mask[row])]
+        start = int(mask[row].sum())
+        for t in range(start, len(real)):
+            scaled = next_logits(published, **statics, tokens=real[:t]) / temperature
+            expected = scaled[real[t]] - np.log(np.exp(scaled - scaled.max()).sum()) - scaled.max()
+            assert abs(float(out.rollout_logprobs[row, 8 + t - start]) - expected) < 1e-4
+
+
+def test_greedy_equals_the_argmax_of_forward():
+    published, statics = setup()
+    tokens, mask = tiny.prompts(4)
+    greedy = SamplingConfig(max_new_tokens=6, pad_token=0, temperature=0.0)
+    out = tiny.draw(published, tokens, mask, **statics, sampling=greedy)
+    for row in range(4):
+        real = list(tokens[row][mask[row]])
+        for _ in range(6):
+            real.append(int(np.argmax(next_logits(published, **statics, tokens=real))))
+        np.testing.assert_array_equal(out.tokens[row, 8:], real[-6:])
+
+
+def test_sampled_first_tokens_have_the_model_distribution():
+    """Chi-square over 96 tokens from 8,192 rows of one prompt; bound declared beforehand.
+
+    Bins with fewer than 5 expected draws are pooled. A right sampler exceeds df + 5 sqrt(2 df) + 10
+    with probability below 1e-5.
+    """
+    published, statics = setup()
+    tokens, mask = tiny.prompts(1)
+    one = SamplingConfig(max_new_tokens=1)
+    out = tiny.draw(published, tokens, mask, **statics, sampling=one, group_size=8192)
+    logits = next_logits(published, **statics, tokens=tokens[0][mask[0]])
+    expected = 8192 * np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+    counts = np.bincount(np.asarray(out.tokens[:, 8]), minlength=96).astype(float)
+    rare = expected < 5
+    expected = np.append(expected[~rare], expected[rare].sum())
+    counts = np.append(counts[~rare], counts[rare].sum())
+    freedom = len(expected) - 1
+    assert freedom > 10
+    assert ((counts - expected) ** 2 / expected).sum() < freedom + 5 * np.sqrt(2 * freedom) + 10
+
+
+def test_nothing_compiles_after_the_first_step():
+    """Counted with jax's own backend-compile event, over new params, prompts, keys and limits."""
+    compiled: list[str] = []
+
+    def listen(event: str, duration: float, **_) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
+    config = tiny.DENSE
+    _, side = tiny.sides("qat_w4a4", config)
+    masters = tiny.params("dense")
+    steps = [
+        (masters, *map(jnp.asarray, tiny.prompts(4, seed=step)), step, jax.random.key(step))
+        for step in range(4)
+    ]
+
+    def step(params, tokens, mask, version, key) -> None:
+        published = publish(params, config=config, side=side, version=version)
+        out = tiny.draw(
+            published, tokens, mask, config=config, side=side, group_size=2,
+            keys=row_keys(key, jnp.arange(8)), row_limits=jnp.arange(8, dtype=jnp.int32),
+        )  # fmt: skip
+        out.tokens.block_until_ready()
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        step(*steps[0])
+        assert compiled
+        compiled.clear()
+        for later in steps[1:]:
+            step(*later)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled == []
+
+
+def test_a_sequence_longer_than_the_model_allows_is_refused():
+    published, statics = setup()
+    tokens, mask = tiny.prompts(2)
+    with pytest.raises(ValueError, match="prompt_width 8 . max_new_tokens 121 = 129 is more .* 128"):
+        tiny.draw(published, tokens, mask, **statics, sampling=SamplingConfig(max_new_tokens=121))
+
+
+def test_versions_do_not_mix():
+    """The cache lives inside a call: the same inputs give the same rows before and after another version."""
+    published, statics = setup(order="fixed")
+    tokens, mask = tiny.prompts(4)
+    first = tiny.draw(published, tokens, mask, **statics)
+    moved = jax.tree.map(lambda w: w * 1.5, tiny.params("dense"))
+    newer = publish(moved, config=statics["config"], side=statics["side"], version=4)
+    other = tiny.draw(newer, tokens, mask, **statics)
+    again = tiny.draw(published, tokens, mask, **statics)
+    assert int(other.params_version) == 4 and (other.tokens != first.tokens).any()
+    np.testing.assert_array_equal(again.rollout_logprobs, first.rollout_logprobs)
