@@ -1,0 +1,106 @@
+"""`fp4rl eval`: scores a model on a task, greedy or sampled, with confidence intervals."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+
+from fp4rl_jax import tasks
+from fp4rl_jax.cli import _flags, _policy
+from fp4rl_jax.cli._policy import Policy
+from fp4rl_jax.configuring import ConfigError, merge, parse_override
+from fp4rl_jax.configuring.build import build_plugin
+from fp4rl_jax.rollout import Evaluation, Evaluator, PublishError, evaluate
+from fp4rl_jax.tasks import Task
+from fp4rl_jax.text import encode_prompts
+
+SUMMARY = "score a model on a task: greedy, mean@k and pass@k with confidence intervals"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Evaluates; exit code 1 if model or task are wrong, 2 for a mistake in the flags."""
+    values = flags.FlagValues()
+    _policy.define_flags(values)
+    flags.DEFINE_string("task", "arithmetic", "the task to score on", flag_values=values)
+    flags.DEFINE_multi_string("set", [], "key=value of the task; repeatable", flag_values=values)
+    flags.DEFINE_integer(
+        "num_samples", 1, "answers an item; more than 1 needs a temperature", flag_values=values
+    )
+    flags.DEFINE_list("pass_at", [], "k's of pass@k, each at most num_samples", flag_values=values)
+    flags.DEFINE_integer("limit", 128, "how many held-out items", flag_values=values)
+    flags.DEFINE_integer("batch_prompts", 16, "items a batch", flag_values=values)
+    flags.DEFINE_integer("prompt_width", 64, "columns of the prompt", flag_values=values)
+    flags.DEFINE_string("out", None, "write every item's answers here, as JSON lines", flag_values=values)
+    _flags.parse(values, argv, name="eval", summary=SUMMARY)
+    try:
+        task = build_task(str(values["task"].value), values["set"].value or ())
+        policy = _policy.load(values)
+        print(_policy.describe(policy), file=sys.stderr)
+        found = _evaluate(policy, task, values)
+    except (ValueError, OSError, ConfigError, PublishError) as error:
+        print(f"fp4rl eval: {error}", file=sys.stderr)
+        return 1
+    print(summary(found, tuple(int(k) for k in values["pass_at"].value or ())))
+    if values["out"].value is not None:
+        _write(found, Path(str(values["out"].value)))
+    return 0
+
+
+def build_task(name: str, overrides: Sequence[str]) -> Task:
+    """The task `name` with `key=value` settings; ConfigError or ValueError with the nearest name."""
+    settings: dict[str, Any] = {"name": name}
+    for override in overrides:
+        settings = dict(merge(settings, parse_override(override)))
+    plugin = build_plugin(tasks.__name__, settings, path="task")
+    return plugin.module.build(plugin.config)
+
+
+def _evaluate(policy: Policy, task: Task, values: flags.FlagValues) -> Evaluation:
+    tokenizer, width = policy.tokenizer, int(values["prompt_width"].value)
+    limit = min(int(values["limit"].value), len(task.eval))
+    evaluator = Evaluator(
+        encode=lambda items: encode_prompts(
+            tokenizer, [item.messages for item in items], width=width, names=[item.key for item in items]
+        ),
+        decode=tokenizer.decode,
+        reward=task.reward,
+        config=policy.config,
+        side=policy.side,
+        sampling=_policy.sampling(values, tokenizer),
+        batch_prompts=int(values["batch_prompts"].value),
+        num_samples=int(values["num_samples"].value),
+    )
+    items = [task.eval[index] for index in range(limit)]
+    key = jax.random.key(int(values["seed"].value))
+    return evaluate(policy.published, items, key, evaluator=evaluator)
+
+
+def summary(found: Evaluation, ks: tuple[int, ...]) -> str:
+    """What is printed: one estimate a line, with its 95 % interval and how it was made."""
+    items, samples = found.correct.shape
+    mean = found.mean_at_k()
+    lines = [f"{items} held-out items, {samples} answers each"]
+    lines.append(f"{'pass@1' if samples == 1 else f'mean@{samples}'}: {mean}  ({mean.method}, 95 %)")
+    lines += [f"pass@{k}: {value}  ({value.method}, 95 %)" for k, value in found.pass_at(ks).items() if k > 1]
+    lines.append(f"reward: {found.mean_reward()}  ({found.mean_reward().method}, 95 %)")
+    lines.append(f"ended by a stop token: {found.finished.mean():.3f} of the answers")
+    lines.append(f"mean length: {found.lengths.mean():.1f} tokens")
+    return "\n".join(lines)
+
+
+def _write(found: Evaluation, path: Path) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for number, item in enumerate(found.items):
+            row = {
+                "key": item.key,
+                "prompt": item.prompt,
+                "answers": list(found.completions[number]),
+                "correct": found.correct[number].tolist(),
+                "rewards": np.asarray(found.rewards[number], float).tolist(),
+            }
+            file.write(json.dumps(row) + "\n")
