@@ -54,7 +54,8 @@ def seconds(run: Callable[[], Any], repeats: int = REPEATS) -> float:
 def bandwidth() -> float:
     """Bytes per second of reading 512 MiB of float32 once."""
     x = jnp.ones((1 << 27,), jnp.float32)
-    return x.nbytes / seconds(lambda read=jax.jit(jnp.sum): read(x))
+    read = jax.jit(jnp.sum)
+    return x.nbytes / seconds(lambda: read(x))
 
 
 def matmul_rate(rows: int, config: ModelConfig, dtype: Any) -> float:
