@@ -164,7 +164,7 @@ def _publish(params: PyTree, config: ModelConfig, side: Side):
     def pack(site: str, weight: Array) -> Array | QTensor:
         if site not in quantizers:
             return weight
-        q = _over_leading(quantizers[site].quantize, weight.ndim - 2)(weight)
+        q = ops.quantize_weight(weight, quantizers[site])
         checksums[site].append(_over_leading(qtensor_checksums, weight.ndim - 2)(q))
         stats[site].append(_weight_stats(weight, q))
         return q

@@ -13,7 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from fp4rl_jax import models, ops
+from fp4rl_jax import models
 from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.batch import Rollouts
 from fp4rl_jax.models import ModelConfig, logprobs
@@ -111,7 +111,7 @@ def _sample(
     group_size: int,
 ) -> dict[str, Array]:
     """The compiled program: the array fields of Rollouts as a dict."""
-    params = _prepare(params)
+    params = models.prepare(params, side)
     prefix, hidden = prefill(params, prompts, prompt_mask, config=config, side=side)
     state = _empty_state(row_limits, config=config, side=side, sampling=sampling)
     emit = partial(_emit, row_limits=row_limits, keys=keys, side=side, sampling=sampling)
@@ -135,11 +135,6 @@ def _sample(
         "rollout_logprobs": jnp.concatenate([nothing.astype(jnp.float32), state.logprobs], axis=1),
         "finished": state.finished,
     }
-
-
-def _prepare(params: PyTree) -> PyTree:
-    """Decodes every weight once for the whole call, the head (or the tied embedding) included."""
-    return {**ops.prepare(params), "head": ops.prepare_weight(models.head_weight(params))}
 
 
 def prefill(

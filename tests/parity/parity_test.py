@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from fp4rl_jax import models
-from fp4rl_jax.models import logprobs
 from fp4rl_jax.ops.spec import HIGH_PRECISION
 from fp4rl_jax.rollout import publish
 from tests.parity import table
@@ -71,9 +70,10 @@ def largest_sensitivity(published, out, config, side) -> float:
     )
 
     def scored(params, row):
-        one = jax.tree.map(lambda x: x[row : row + 1], (out.tokens, out.token_mask, out.loss_mask))
-        batch = out.replace(tokens=one[0], token_mask=one[1], loss_mask=one[2], group_size=1)
-        return logprobs.score(params, batch, config=config, side=plain, temperature=1.0).logprobs[0]
+        return models.score(
+            params, out.tokens[row : row + 1], out.token_mask[row : row + 1], prompt_width=out.prompt_width,
+            group_size=1, config=config, side=plain, temperature=1.0, entropy="off",
+        ).logprobs[0]  # fmt: skip
 
     largest = 0.0
     for row in range(2):

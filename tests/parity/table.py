@@ -150,14 +150,20 @@ def by_blocks(published: Published, out: Rollouts, *, config: ModelConfig, side:
 def by_trainer(setting: Setting, side: Side, out: Rollouts) -> jax.Array:
     """[B, T] log-probs by teacher-forced scoring with the trainer's parameters and side."""
 
-    @jax.jit
-    def run(params: PyTree, out: Rollouts) -> jax.Array:
-        fused = models.fuse(params)
-        return logprobs.score(
-            fused, out, config=setting.config, side=side, temperature=setting.sampling.temperature
-        ).logprobs
+    score = jax.jit(scored, static_argnames=("config", "side", "temperature"))
+    return score(
+        setting.params, out, config=setting.config, side=side, temperature=setting.sampling.temperature
+    )
 
-    return run(setting.params, out)
+
+def scored(
+    params: PyTree, out: Rollouts, *, config: ModelConfig, side: Side, temperature: float
+) -> jax.Array:
+    """[B, T] teacher-forced log-probs of rollouts under a master tree."""
+    return models.score(
+        models.fuse(params), out.tokens, out.token_mask, prompt_width=out.prompt_width,
+        group_size=out.group_size, config=config, side=side, temperature=temperature, entropy="off",
+    ).logprobs  # fmt: skip
 
 
 def flipped_codes(published: Published, setting: Setting, prompts: tuple[Any, Any]) -> float | None:
