@@ -1,5 +1,7 @@
 """The sampler: rows, limits, stop tokens, groups, log-probs, greedy, compilation."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,14 +21,23 @@ def setup(name: str = "dense", recipe: str = "bf16", **side_options):
     return published, {"config": config, "side": side}
 
 
-def next_logits(published, config, side, tokens):
-    """[V] float32 logits after `tokens` [t], by a plain forward without any cache."""
-    row = jnp.asarray(tokens, jnp.int32)[None]
+@partial(jax.jit, static_argnames=("config", "side"))
+def logits_after(params, tokens, *, config, side):
+    """[B, T, V] float32 logits after every token of right-padded rows, by one forward without any cache."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     out = models.forward(
-        published.params, row, config=config, side=side,
-        positions=jnp.arange(row.shape[1])[None], token_mask=jnp.ones_like(row, bool),
-    )  # fmt: skip
-    return np.asarray(models.logits(published.params, out.hidden[:, -1])[0], np.float64)
+        params, tokens, config=config, side=side, positions=positions, token_mask=jnp.ones_like(tokens, bool)
+    )
+    return models.logits(params, out.hidden)
+
+
+def unpadded(out, mask):
+    """Each row's real tokens moved to the left, [B, T], and the length of its prompt, [B]."""
+    real = [np.asarray(t)[np.asarray(m)] for t, m in zip(out.tokens, out.token_mask, strict=True)]
+    rows = np.zeros(out.tokens.shape, np.int32)
+    for row, tokens in enumerate(real):
+        rows[row, : len(tokens)] = tokens
+    return rows, mask.sum(axis=1)
 
 
 def test_layout_masks_and_versions():
@@ -118,13 +129,14 @@ def test_logprobs_are_the_full_softmax_at_the_sampling_temperature(temperature):
     tokens, mask = tiny.prompts(4)
     sampling = SamplingConfig(max_new_tokens=6, pad_token=0, temperature=temperature)
     out = tiny.draw(published, tokens, mask, **statics, sampling=sampling)
-    for row in range(4):
-        real = np.asarray(out.tokens[row])[np.asarray(out.token_mask[row])]
-        start = int(mask[row].sum())
-        for t in range(start, len(real)):
-            scaled = next_logits(published, **statics, tokens=real[:t]) / temperature
-            expected = scaled[real[t]] - np.log(np.exp(scaled - scaled.max()).sum()) - scaled.max()
-            assert abs(float(out.rollout_logprobs[row, 8 + t - start]) - expected) < 1e-4
+    rows, starts = unpadded(out, mask)
+    scaled = np.asarray(logits_after(published.params, rows, **statics), np.float64) / temperature
+    shifted = scaled - scaled.max(axis=-1, keepdims=True)
+    table = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    for row, start in enumerate(starts):
+        for t in range(6):
+            expected = table[row, start + t - 1, rows[row, start + t]]
+            assert abs(float(out.rollout_logprobs[row, 8 + t]) - expected) < 1e-4
 
 
 def test_greedy_equals_the_argmax_of_forward():
@@ -132,29 +144,31 @@ def test_greedy_equals_the_argmax_of_forward():
     tokens, mask = tiny.prompts(4)
     greedy = SamplingConfig(max_new_tokens=6, pad_token=0, temperature=0.0)
     out = tiny.draw(published, tokens, mask, **statics, sampling=greedy)
-    for row in range(4):
-        real = list(tokens[row][mask[row]])
-        for _ in range(6):
-            real.append(int(np.argmax(next_logits(published, **statics, tokens=real))))
-        np.testing.assert_array_equal(out.tokens[row, 8:], real[-6:])
+    rows, starts = unpadded(out, mask)
+    best = np.asarray(logits_after(published.params, rows, **statics)).argmax(axis=-1)
+    for row, start in enumerate(starts):
+        np.testing.assert_array_equal(out.tokens[row, 8:], best[row, start - 1 : start + 5])
 
 
 def test_sampled_first_tokens_have_the_model_distribution():
     """Chi-square over 96 tokens from 8,192 rows of one prompt; bound declared beforehand.
 
-    Bins with fewer than 5 expected draws are pooled. A right sampler exceeds df + 5 sqrt(2 df) + 10
+    The rarest tokens share one bin. A right sampler exceeds df + 5 sqrt(2 df) + 10
     with probability below 1e-5.
     """
     published, statics = setup()
     tokens, mask = tiny.prompts(1)
     one = SamplingConfig(max_new_tokens=1)
     out = tiny.draw(published, tokens, mask, **statics, sampling=one, group_size=8192)
-    logits = next_logits(published, **statics, tokens=tokens[0][mask[0]])
+    logits = np.asarray(
+        logits_after(published.params, tokens[0][mask[0]][None], **statics)[0, -1], np.float64
+    )
     expected = 8192 * np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
     counts = np.bincount(np.asarray(out.tokens[:, 8]), minlength=96).astype(float)
-    rare = expected < 5
-    expected = np.append(expected[~rare], expected[rare].sum())
-    counts = np.append(counts[~rare], counts[rare].sum())
+    order = np.argsort(expected)  # pools the rarest tokens until their bin expects 5 draws
+    pooled = order[: max(1, int(np.searchsorted(np.cumsum(expected[order]), 5.0)) + 1)]
+    expected = np.append(np.delete(expected, pooled), expected[pooled].sum())
+    counts = np.append(np.delete(counts, pooled), counts[pooled].sum())
     freedom = len(expected) - 1
     assert freedom > 10
     assert ((counts - expected) ** 2 / expected).sum() < freedom + 5 * np.sqrt(2 * freedom) + 10
