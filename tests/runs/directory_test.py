@@ -1,7 +1,9 @@
 """The run folder: who may open it, and its records after a resume."""
 
 import json
+import math
 import os
+import struct
 import subprocess
 import sys
 
@@ -179,13 +181,39 @@ def test_the_manifest_keeps_earlier_starts(tmp_path):
     )
 
 
-def test_tensorboard_events_are_written(tmp_path):
+def tensorboard_events(folder):
+    """Every event of a folder's files, by the record format: length, its CRC, the bytes, their CRC."""
+    from tensorboardX.proto import event_pb2
+
+    events = []
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            events.append(event_pb2.Event.FromString(data[12 : 12 + length]))
+            data = data[16 + length :]
+    return events
+
+
+def test_tensorboard_events_hold_the_numbers_and_a_resume_purges(tmp_path):
     pytest.importorskip("tensorboardX")
     config = runs.RunConfig(root=str(tmp_path), name="a")
     with runs.RunDirectory.open(config, resolved={}) as run:
-        run.start(0)
-        run.metrics.write(0, {"reward_mean": 0.5})
-        assert len(list((run.path / "tensorboard").iterdir())) == 1
+        for start in (0, 1):
+            run.start(start)
+            for step in range(start, 2):
+                run.metrics.write(step, {"reward_mean": 0.5 + step, "note": "x", "loss": math.nan})
+            run.metrics.close()
+        events = tensorboard_events(run.path / "tensorboard")
+    scalars = [
+        (e.step, [(v.tag, v.simple_value) for v in e.summary.value]) for e in events if e.summary.value
+    ]
+    assert scalars == [
+        (0, [("reward_mean", 0.5)]),
+        (1, [("reward_mean", 1.5)]),
+        (1, [("reward_mean", 1.5)]),
+    ]
+    assert [(e.step, e.session_log.status) for e in events if e.session_log.status] == [(1, 1)]
 
 
 def test_the_package_needs_no_optional_package():
