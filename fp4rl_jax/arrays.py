@@ -35,7 +35,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> ValueError:
     """
     choices = sorted(known)
     near = get_close_matches(name, choices, n=1, cutoff=0.4)
-    hint = f": did you mean {near[0]!r}?" if near else ";"
+    hint = f": did you mean {near[0]!r}?" if near else ""
     return ValueError(f"unknown {kind} {name!r}{hint} (known: {', '.join(choices) or 'none'})")
 
 

@@ -1,10 +1,12 @@
 """The pytree of a quantized array: packed codes, scale bytes, outer scale, and what they mean."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.formats import Format
@@ -67,32 +69,26 @@ class QTensor:
 
     def codes(self) -> Array:
         """uint8 codes in the shape of the array: 0..15, or the raw byte of an 8-bit format."""
-        return self._restore(self.fmt.unpack(self.packed)[..., : self.length])
+        return _codes(self)
 
     def scale_bytes(self) -> Array:
         """uint8 block-scale bytes; the quantized axis counts blocks * bytes a block."""
-        return self._restore(self.scales)
+        return jnp.moveaxis(self.scales, -1, self.axis)
 
-    def inner(self, dtype: jnp.dtype = jnp.float32) -> Array:
+    def inner(self, dtype: DTypeLike = jnp.float32) -> Array:
         """Element value times block scale, without the outer scale, in the array's shape.
 
         Exact in bfloat16 and float32 alike: multiply it with another operand's, accumulate in
         float32, and apply the outer scales to the result.
         """
-        value = self.fmt.inner(self.fmt.unpack(self.packed), self.scales, dtype)
-        return self._restore(value[..., : self.length])
+        return _inner(self, dtype)
 
-    def dequantize(self, dtype: jnp.dtype = jnp.float32) -> Array:
+    def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
         """The values, outer scale included; nan throughout a poisoned block."""
-        codes = self.fmt.unpack(self.packed)
-        value = self.fmt.decode(codes, self.scales, self.outer_scale, dtype)
-        return self._restore(value[..., : self.length])
-
-    def _restore(self, x: Array) -> Array:
-        return jnp.moveaxis(x, -1, self.axis)
+        return _decode(self, dtype)
 
 
-def dequantize(q: QTensor, dtype: jnp.dtype = jnp.float32) -> Array:
+def dequantize(q: QTensor, dtype: DTypeLike = jnp.float32) -> Array:
     """The values that `q` stands for: element * block scale * outer scale.
 
     Args:
@@ -108,3 +104,22 @@ def dequantize(q: QTensor, dtype: jnp.dtype = jnp.float32) -> Array:
 def _insert(lead: tuple[int, ...], axis: int, length: int) -> tuple[int, ...]:
     position = len(lead) + 1 + axis
     return (*lead[:position], length, *lead[position:])
+
+
+def _restore(q: QTensor, x: Array) -> Array:
+    return jnp.moveaxis(x[..., : q.length], -1, q.axis)
+
+
+@jax.jit
+def _codes(q: QTensor) -> Array:
+    return _restore(q, q.fmt.unpack(q.packed))
+
+
+@partial(jax.jit, static_argnums=1)
+def _inner(q: QTensor, dtype: DTypeLike) -> Array:
+    return _restore(q, q.fmt.inner(q.fmt.unpack(q.packed), q.scales, dtype))
+
+
+@partial(jax.jit, static_argnums=1)
+def _decode(q: QTensor, dtype: DTypeLike) -> Array:
+    return _restore(q, q.fmt.decode(q.fmt.unpack(q.packed), q.scales, q.outer_scale, dtype))

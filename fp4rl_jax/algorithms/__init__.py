@@ -2,8 +2,8 @@
 
 Every file defines
 
-* `Config`: frozen, hashable; its defaults are the published setting;
-* `validate(config, *, group_size)`: refuses, before any device is touched, what cannot work;
+* `Config`: frozen, hashable; its defaults are the published setting; refuses values out of range;
+* `validate(config, *, group_size)`: refuses a group size that cannot work, at configuration time;
 * `prepare(rollouts, rewards, config, *, ref_logprobs=None) -> TrainBatch`;
 * `loss(trainer_logprobs, batch, weights, config) -> Loss`: pure, jit-friendly (config static);
 * `wanted(rewards, config)`: which groups [P] of rewards [P, group_size] are worth training on.

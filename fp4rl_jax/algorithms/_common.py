@@ -10,7 +10,7 @@ from jax.core import Tracer
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.batch import Rollouts, TrainBatch
 from fp4rl_jax.objectives import divergences
-from fp4rl_jax.objectives.means import Sums, masked_sum
+from fp4rl_jax.objectives.means import Sums, masked_plain_sum
 
 
 @struct.dataclass
@@ -145,11 +145,11 @@ def make_loss(
     """Wraps a loss's sums with the metrics that every algorithm reports."""
     metrics = {
         "loss": sums,
-        "policy_ratio": masked_sum(ratio, batch.loss_mask),
-        "policy_clipped_share": masked_sum(clipped, batch.loss_mask),
+        "policy_ratio": masked_plain_sum(ratio, batch.loss_mask),
+        "policy_clipped_share": masked_plain_sum(clipped, batch.loss_mask),
     }
     if batch.ref_logprobs is not None:
-        metrics["ref_kl"] = masked_sum(_ref_kl(trainer_logprobs, batch, kl_coef=0.0), batch.loss_mask)
+        metrics["ref_kl"] = masked_plain_sum(_ref_kl(trainer_logprobs, batch, kl_coef=0.0), batch.loss_mask)
     return Loss(sum=sums.total, count=sums.count, metrics=jax.lax.stop_gradient(metrics))
 
 

@@ -34,12 +34,15 @@ class Config:
     std_eps: float = 1e-6
     kl_coef: float = 0.0
 
+    def __post_init__(self) -> None:
+        _common.require_positive(clip_low=self.clip_low, clip_high=self.clip_high, std_eps=self.std_eps)
+        _common.require_not_negative(kl_coef=self.kl_coef)
+
 
 def validate(config: Config, *, group_size: int) -> None:
-    """Raises ValueError for groups of one and for settings out of range."""
+    """Raises ValueError: the baseline is the group, a group of one has none."""
+    del config
     _common.require_group("cispo", group_size)
-    _common.require_positive(clip_low=config.clip_low, clip_high=config.clip_high, std_eps=config.std_eps)
-    _common.require_not_negative(kl_coef=config.kl_coef)
 
 
 def prepare(

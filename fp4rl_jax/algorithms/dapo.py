@@ -43,15 +43,18 @@ class Config:
     dynamic_sampling: Literal["on", "off"] = "on"
     kl_coef: float = 0.0
 
+    def __post_init__(self) -> None:
+        _common.require_positive(clip_low=self.clip_low, clip_high=self.clip_high, std_eps=self.std_eps)
+        _common.require_not_negative(kl_coef=self.kl_coef, overlong_coef=self.overlong_coef)
+        if not 0 < self.overlong_share <= 1:
+            raise ValueError(f"overlong_share is {self.overlong_share}, expected 0 < overlong_share <= 1")
+        check_name("dynamic_sampling", self.dynamic_sampling, ("on", "off"))
+
 
 def validate(config: Config, *, group_size: int) -> None:
-    """Raises ValueError for groups of one and for settings out of range."""
+    """Raises ValueError: the baseline is the group, a group of one has none."""
+    del config
     _common.require_group("dapo", group_size)
-    _common.require_positive(clip_low=config.clip_low, clip_high=config.clip_high, std_eps=config.std_eps)
-    _common.require_not_negative(kl_coef=config.kl_coef, overlong_coef=config.overlong_coef)
-    if not 0 < config.overlong_share <= 1:
-        raise ValueError(f"overlong_share is {config.overlong_share}, expected 0 < overlong_share <= 1")
-    check_name("dynamic_sampling", config.dynamic_sampling, ("on", "off"))
 
 
 def prepare(

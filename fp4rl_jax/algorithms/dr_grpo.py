@@ -34,13 +34,16 @@ class Config:
     length: int | None = None
     kl_coef: float = 0.0
 
+    def __post_init__(self) -> None:
+        _common.require_positive(clip_low=self.clip_low, clip_high=self.clip_high)
+        _common.require_positive(length=1 if self.length is None else self.length)
+        _common.require_not_negative(kl_coef=self.kl_coef)
+
 
 def validate(config: Config, *, group_size: int) -> None:
-    """Raises ValueError for groups of one and for settings out of range."""
+    """Raises ValueError: the baseline is the group, a group of one has none."""
+    del config
     _common.require_group("dr_grpo", group_size)
-    _common.require_positive(clip_low=config.clip_low, clip_high=config.clip_high)
-    _common.require_positive(length=1 if config.length is None else config.length)
-    _common.require_not_negative(kl_coef=config.kl_coef)
 
 
 def prepare(

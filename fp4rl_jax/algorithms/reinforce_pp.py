@@ -37,12 +37,15 @@ class Config:
     reward_kl_coef: float = 0.0
     kl_coef: float = 0.0
 
+    def __post_init__(self) -> None:
+        _common.require_positive(clip_low=self.clip_low, clip_high=self.clip_high, std_eps=self.std_eps)
+        _common.require_not_negative(kl_coef=self.kl_coef, reward_kl_coef=self.reward_kl_coef)
+
 
 def validate(config: Config, *, group_size: int) -> None:
-    """Raises ValueError for settings out of range; any group_size works."""
+    """Raises ValueError unless group_size is positive: a prompt needs no second completion."""
+    del config
     _common.require_positive(group_size=group_size)
-    _common.require_positive(clip_low=config.clip_low, clip_high=config.clip_high, std_eps=config.std_eps)
-    _common.require_not_negative(kl_coef=config.kl_coef, reward_kl_coef=config.reward_kl_coef)
 
 
 def prepare(

@@ -29,11 +29,14 @@ class Config:
 
     kl_coef: float = 0.0
 
+    def __post_init__(self) -> None:
+        _common.require_not_negative(kl_coef=self.kl_coef)
+
 
 def validate(config: Config, *, group_size: int) -> None:
-    """Raises ValueError for groups of one and for settings out of range."""
+    """Raises ValueError: the baseline is the group, a group of one has none."""
+    del config
     _common.require_group("rloo", group_size)
-    _common.require_not_negative(kl_coef=config.kl_coef)
 
 
 def prepare(

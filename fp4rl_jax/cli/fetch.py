@@ -31,6 +31,9 @@ def main(argv: Sequence[str]) -> int:
     except fetch.FetchError as error:
         print(f"fp4rl fetch: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\nfp4rl fetch: interrupted; nothing was installed", file=sys.stderr)
+        return 130
     return 0
 
 

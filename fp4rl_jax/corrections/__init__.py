@@ -3,8 +3,7 @@
 The gradient is taken as if the tokens had been drawn from the trainer's policy at the
 rollout's version; they were drawn from the sampler's. Every file defines
 
-* `Config`: frozen, hashable;
-* `validate(config)`: refuses settings that cannot work;
+* `Config`: frozen, hashable; refuses settings that cannot work;
 * `weights(log_ratio, loss_mask, config) -> [B, T] float32`: multiplies the policy loss, detached;
 * `clipped(log_ratio, loss_mask, config) -> [B, T] bool`: the tokens whose raw ratio did not get
   through, for `mismatch_metrics(..., clipped=...)`, which always measures the raw ratios.

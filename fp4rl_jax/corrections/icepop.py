@@ -19,10 +19,8 @@ class Config:
     low: float = 0.5
     high: float = 5.0
 
-
-def validate(config: Config) -> None:
-    """Raises ValueError unless 0 <= low < high."""
-    _common.require_band(config.low, config.high)
+    def __post_init__(self) -> None:
+        _common.require_band(self.low, self.high)
 
 
 def weights(log_ratio: Array, loss_mask: Array, config: Config) -> Array:

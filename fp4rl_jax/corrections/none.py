@@ -13,11 +13,6 @@ class Config:
     """Nothing to set."""
 
 
-def validate(config: Config) -> None:
-    """Every setting works."""
-    del config
-
-
 def weights(log_ratio: Array, loss_mask: Array, config: Config) -> Array:
     """[B, T] float32: 1 on the mask, 0 off it."""
     del config

@@ -28,11 +28,9 @@ class Config:
     high: float = 1.002
     token_weight: Literal["ratio", "one"] = "ratio"
 
-
-def validate(config: Config) -> None:
-    """Raises ValueError unless 0 <= low < high and token_weight is known."""
-    _common.require_band(config.low, config.high)
-    check_name("token_weight", config.token_weight, TOKEN_WEIGHTS)
+    def __post_init__(self) -> None:
+        _common.require_band(self.low, self.high)
+        check_name("token_weight", self.token_weight, TOKEN_WEIGHTS)
 
 
 def weights(log_ratio: Array, loss_mask: Array, config: Config) -> Array:

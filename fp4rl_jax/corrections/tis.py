@@ -19,11 +19,9 @@ class Config:
 
     cap: float = 2.0
 
-
-def validate(config: Config) -> None:
-    """Raises ValueError unless cap is at least 1 (and finite)."""
-    if not (math.isfinite(config.cap) and config.cap >= 1):
-        raise ValueError(f"cap is {config.cap}, expected a finite number of at least 1")
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.cap) and self.cap >= 1):
+            raise ValueError(f"cap is {self.cap}, expected a finite number of at least 1")
 
 
 def weights(log_ratio: Array, loss_mask: Array, config: Config) -> Array:

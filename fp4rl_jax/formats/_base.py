@@ -12,8 +12,9 @@ from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
-from fp4rl_jax.arrays import Array, unknown_name
+from fp4rl_jax.arrays import Array, PyTree, unknown_name
 from fp4rl_jax.formats import _bits
 from fp4rl_jax.formats._grid import Bracket, Grid, GridBracket
 
@@ -164,7 +165,7 @@ class Format:
         code = jnp.where(self._live(scales, outer_scale)[..., None], code, 0).astype(jnp.uint8)
         return self._from_blocks(code, length)
 
-    def inner(self, codes: Array, scales: Array, dtype: jnp.dtype = jnp.float32) -> Array:
+    def inner(self, codes: Array, scales: Array, dtype: DTypeLike = jnp.float32) -> Array:
         """Element value times block scale, without the outer scale.
 
         Args:
@@ -189,7 +190,7 @@ class Format:
         codes: Array,
         scales: Array,
         outer_scale: Array | None = None,
-        dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
     ) -> Array:
         """The values that codes stand for; arguments as in `encode`, whose inverse it is."""
         inner = self.inner(codes, scales)
@@ -248,6 +249,14 @@ class Format:
     def _from_blocks(self, x: Array, length: int) -> Array:
         flat = x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
         return flat[..., :length]
+
+
+def once(x: PyTree) -> PyTree:
+    """Values that are computed once and stored, not again for every element that uses them.
+
+    The compiler would fuse the arithmetic of a block's scale into the loop over its elements.
+    """
+    return lax.optimization_barrier(x)
 
 
 def pad_last(x: Array, length: int) -> Array:

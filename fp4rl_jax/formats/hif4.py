@@ -10,10 +10,12 @@ import dataclasses
 from typing import ClassVar, cast
 
 import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
 
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.formats import _bits
-from fp4rl_jax.formats._base import Format, Span, choices
+from fp4rl_jax.formats._base import Format, Span, choices, once
 from fp4rl_jax.formats._grid import Grid, GridBracket
 
 #: bfloat16(1 / m) of the E6M2 significands m = 1, 1.25, 1.5, 1.75, as R * 2^-8 (1 is 128 * 2^-7)
@@ -54,23 +56,21 @@ class HiF4(Format):
         self, x: Array, amax: Array, outer_scale: Array | None, *, span_amax: Array | None = None
     ) -> Array:
         del span_amax
-        level_1 = self._level_1(self._divided(_bits.log_form(amax), outer_scale))
-        level_1 = jnp.where(amax == 0, 0, level_1)
         blocks, _ = self._to_blocks(x)
-        fours = blocks.reshape(*blocks.shape[:-1], 16, 4)
-        peak = _bits.raw(fours).max(axis=-1)  # [..., blocks, 16]
-        outer = None if outer_scale is None else outer_scale[..., None]
-        by_four = self._divided(_bits.log_form(peak), outer)
+        peak = _bits.block_amax(blocks.reshape(*blocks.shape[:-1], 16, 4))  # [..., blocks, 16]
+        by_four = once(_divided(_bits.log_form(peak), _last(outer_scale)))
+        level_1 = self._level_1(_divided(_bits.log_form(amax), outer_scale))
+        level_1 = once(jnp.where(amax == 0, 0, level_1))
         by_eight = jnp.maximum(by_four[..., 0::2], by_four[..., 1::2])
         two = _at_least(by_eight, level_1[..., None], 2)  # peak * rec >= 4
         three = _at_least(by_four, level_1[..., None], 1 + jnp.repeat(two, 2, axis=-1))
-        low, high = _pack_bits(three[..., :8]), _pack_bits(three[..., 8:])
-        scales = jnp.stack([level_1, _pack_bits(two), low, high], axis=-1)
         poisoned = amax >= _bits.RAW_INFINITY
         if outer_scale is not None:
             poisoned = poisoned | ~jnp.isfinite(outer_scale)
-        scales = jnp.where(poisoned[..., None], jnp.array([0xFF, 0, 0, 0]), scales)
-        return scales.astype(jnp.uint8).reshape(*scales.shape[:-2], -1)
+        word = level_1 | (_pack_bits(two) << 8) | (_pack_bits(three) << 16)
+        word = jnp.where(poisoned, 0xFF, word)
+        scales = lax.bitcast_convert_type(word, jnp.uint8)  # lowest byte first
+        return scales.reshape(*scales.shape[:-2], -1)
 
     def _level_1(self, log: Array) -> Array:
         """int32 E6M2 byte of a block maximum: bf16(V * bf16(1/7)), then two more bits dropped."""
@@ -81,11 +81,6 @@ class HiF4(Format):
         mantissa = _round_even(kept.astype(jnp.uint32), jnp.uint32(5)).astype(jnp.int32)
         byte = ((exponent + 48) << 2) + mantissa - 4  # mantissa 4..8: a carry moves up by itself
         return jnp.clip(byte, 0, 0xFE)
-
-    def _divided(self, log: Array, outer_scale: Array | None) -> Array:
-        if outer_scale is None:
-            return log
-        return _bits.multiply(log, _bits.divide(jnp.int32(_bits.ONE), _bits.from_float(outer_scale)))
 
     def _fields(self, scales: Array) -> tuple[Array, Array]:
         """E6M2 byte [..., blocks] and level-2 + level-3 exponents [..., blocks, 16], int32."""
@@ -107,34 +102,59 @@ class HiF4(Format):
     ) -> "HiF4Bracket":
         del span_amax
         byte, fine = self._fields(scales)
-        log = self._divided(_bits.from_float(x), None if outer_scale is None else outer_scale[..., None])
-        fine = jnp.repeat(fine, 4, axis=-1)
-        byte = jnp.broadcast_to(byte[..., None], fine.shape)
-        magnitude = _bits.scaled(log, fine)
-        return HiF4Bracket(self.grid, magnitude, _e6m2(byte), log=log, byte=byte, fine=fine)
+        unit = once(_e6m2(byte)[..., None] * _bits.power_of_two(fine))  # [..., blocks, 16]
+        factor, exponent = _reciprocal(byte)
+        factor, shift = once((factor, fine + exponent[..., None]))
+        log = _divided(_bits.from_float(x), _last(outer_scale))
+        return HiF4Bracket(
+            self.grid, _bits.scaled(log, 0), _by_four(unit), log=log, factor=factor, shift=_by_four(shift)
+        )
 
-    def inner(self, codes: Array, scales: Array, dtype: jnp.dtype = jnp.float32) -> Array:
+    def inner(self, codes: Array, scales: Array, dtype: DTypeLike = jnp.float32) -> Array:
         blocks, length = self._to_blocks(codes)
         _, fine = self._fields(scales)
-        fine = jnp.repeat(_bits.power_of_two(fine), 4, axis=-1)
-        value = self.element(blocks) * fine * self.block_scale(scales)[..., None]
+        unit = once(self.block_scale(scales)[..., None] * _bits.power_of_two(fine))
+        value = self.element(blocks) * _by_four(unit)
         return self._from_blocks(value.astype(dtype), length)
 
 
 @dataclasses.dataclass(frozen=True)
 class HiF4Bracket(GridBracket):
-    """A grid bracket whose nearest code goes through the format's bfloat16 reciprocal."""
+    """A grid bracket whose nearest code goes through the format's bfloat16 reciprocal.
+
+    Attributes:
+        log: [..., blocks, 64] log form of |x|.
+        factor: [..., blocks] int32 significand of bf16(1 / E6M2).
+        shift: [..., blocks, 64] int32: level 2 + level 3 less the exponent of that reciprocal.
+    """
 
     log: Array
-    byte: Array
-    fine: Array
+    factor: Array
+    shift: Array
 
     def nearest(self) -> Array:
-        product, exponent = _times_reciprocal(self.log, self.byte)
-        # code = floor(product * 2^exponent * 2^-fine * 4 + 1/2); product < 2^32
-        shift = jnp.clip(self.fine - 2 - exponent, 25, 34).astype(jnp.uint32)
+        whole = _bits.significand(self.log).astype(jnp.uint32)
+        product = whole * self.factor[..., None].astype(jnp.uint32)  # exact: below 2^32
+        # the code is floor(product * 2^-shift + 1/2), saturated
+        shift = jnp.clip(self.shift + (23 - 2) - _bits.exponent(self.log), 25, 33).astype(jnp.uint32)
         halves = jnp.where(shift > 32, 0, product >> jnp.minimum(shift - 1, jnp.uint32(31)))
         return jnp.minimum((halves + 1) >> 1, 7).astype(jnp.int32)
+
+
+def _by_four(x: Array) -> Array:
+    """[..., blocks, 16] -> [..., blocks, 64], each value four times."""
+    wide = jnp.broadcast_to(x[..., None], (*x.shape, 4))
+    return wide.reshape(*x.shape[:-1], 64)
+
+
+def _last(outer_scale: Array | None) -> Array | None:
+    return None if outer_scale is None else outer_scale[..., None]
+
+
+def _divided(log: Array, outer_scale: Array | None) -> Array:
+    if outer_scale is None:
+        return log
+    return _bits.multiply(log, _bits.divide(jnp.int32(_bits.ONE), _bits.from_float(outer_scale)))
 
 
 def _e6m2(byte: Array) -> Array:
@@ -142,21 +162,21 @@ def _e6m2(byte: Array) -> Array:
     return _bits.power_of_two((byte >> 2) - 48) * (1 + (byte & 3).astype(jnp.float32) * 0.25)
 
 
-def _times_reciprocal(log: Array, byte: Array) -> tuple[Array, Array]:
-    """value * bf16(1 / E6M2) as an exact uint32 product and an int32 exponent."""
+def _reciprocal(byte: Array) -> tuple[Array, Array]:
+    """bf16(1 / E6M2) of an int32 byte, as `factor * 2^-exponent`, both int32."""
     m = byte & 3
-    factor = jnp.where(m == 0, _RECIPROCALS[0], jnp.where(m == 1, _RECIPROCALS[1], 0))
-    factor = jnp.where(m == 2, _RECIPROCALS[2], jnp.where(m == 3, _RECIPROCALS[3], factor))
-    product = _bits.significand(log).astype(jnp.uint32) * factor.astype(jnp.uint32)
-    exponent = _bits.exponent(log) - 23 - jnp.where(m == 0, 7, 8) - ((byte >> 2) - 48)
-    return product, exponent
+    factor = jnp.full(byte.shape, _RECIPROCALS[0], jnp.int32)
+    for i in (1, 2, 3):
+        factor = jnp.where(m == i, _RECIPROCALS[i], factor)
+    return factor, jnp.where(m == 0, 7, 8) + (byte >> 2) - 48
 
 
 def _at_least(log: Array, byte: Array, threshold_exponent: Array | int) -> Array:
     """int32 1 where value * bf16(1 / E6M2) >= 2^threshold_exponent."""
-    product, exponent = _times_reciprocal(log, byte)
-    top = 30 + (product >= jnp.uint32(1 << 31)).astype(jnp.int32)  # product >= 2^30 always
-    return (exponent + top >= threshold_exponent).astype(jnp.int32)
+    factor, exponent = _reciprocal(byte)
+    product = _bits.significand(log).astype(jnp.uint32) * factor.astype(jnp.uint32)  # >= 2^30
+    top = 30 + (product >= jnp.uint32(1 << 31)).astype(jnp.int32)
+    return (_bits.exponent(log) - 23 - exponent + top >= threshold_exponent).astype(jnp.int32)
 
 
 def _round_even(whole: Array, shift: Array) -> Array:
@@ -166,8 +186,8 @@ def _round_even(whole: Array, shift: Array) -> Array:
 
 
 def _pack_bits(bits: Array) -> Array:
-    """[..., 8] of 0/1 -> [...] int32, bit k from entry k."""
-    return (bits << jnp.arange(8)).sum(axis=-1)
+    """[..., n] of 0/1 -> [...] int32, bit k from entry k."""
+    return (bits << jnp.arange(bits.shape[-1])).sum(axis=-1)
 
 
 FORMAT = HiF4()

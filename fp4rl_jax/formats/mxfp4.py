@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.formats import _bits
@@ -65,7 +66,7 @@ class MXFP4(Format):
         magnitude = _bits.scaled(_bits.from_float(x), exponent)
         return GridBracket(self.grid, magnitude, jnp.float32(1))
 
-    def inner(self, codes: Array, scales: Array, dtype: jnp.dtype = jnp.float32) -> Array:
+    def inner(self, codes: Array, scales: Array, dtype: DTypeLike = jnp.float32) -> Array:
         """Built from bits, so that the smallest scales, whose products are subnormal, are right."""
         blocks, length = self._to_blocks(codes)
         byte = scales.astype(jnp.int32)[..., None]
@@ -82,7 +83,7 @@ class MXFP4(Format):
         return scales != 255
 
 
-def narrow_exact(x: Array, dtype: jnp.dtype) -> Array:
+def narrow_exact(x: Array, dtype: DTypeLike) -> Array:
     """Casts float32 values of at most eight significant bits, subnormals included."""
     if dtype != jnp.bfloat16:
         return x.astype(dtype)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.formats import _bits, _e4m3
-from fp4rl_jax.formats._base import Format, Span, choices, share_rows
+from fp4rl_jax.formats._base import Format, Span, choices, once, share_rows
 from fp4rl_jax.formats._grid import E2M1, Grid, GridBracket
 
 _SIXTH = 0x3E2AAAAB  # float32(1/6) as a bit pattern, which is its log form too
@@ -137,7 +137,7 @@ class NVFP4(Format):
         one = jnp.int32(_bits.ONE)
         decode_scale = _bits.divide(one, self._encode_scale(outer_scale, span_amax)[..., None])
         inverse = _bits.divide(one, _bits.multiply(_bits.from_float(scale), decode_scale))
-        inverse = jnp.minimum(inverse, _bits.RAW_MAX)
+        inverse = once(jnp.minimum(inverse, _bits.RAW_MAX))
         return GridBracket(self.grid, _bits.scaled(_bits.multiply(log, inverse), 0), jnp.float32(1))
 
     def _error(self, x: Array, scales: Array, outer_scale: Array, span_amax: Array | None) -> Array:

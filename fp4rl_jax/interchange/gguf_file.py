@@ -8,6 +8,7 @@ package's. Layout: magic, version, counts, key/value pairs, tensor records, padd
 import math
 import struct
 from collections.abc import Callable
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ _PLAIN = {
     gguf.GGMLQuantizationType.F16: np.dtype(np.float16),
     gguf.GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
 }
-_ROWS_AT_ONCE = 1 << 20  # elements dequantized per step: keeps the float32 temporaries in cache
+_MAX_RANK = 4  # of the format
+_VALUES_AT_ONCE = 1 << 20  # elements dequantized per step: keeps the float32 temporaries in cache
 
 
 class GGUFFile:
@@ -69,9 +71,11 @@ class GGUFFile:
         self.metadata: dict[str, Any] = {}
         for _ in range(num_pairs):
             key = cursor.string()
-            self.metadata[key] = cursor.value(cursor.scalar("I"))
+            self.metadata[key] = cursor.value()
         records = [_record(cursor) for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise CheckpointError(f"{self.path}: general.alignment is {alignment!r}, expected a power of two")
         start = -(-cursor.offset // alignment) * alignment
         self.tensors = {name: TensorInfo(shape, kind.name) for name, shape, kind, _ in records}
         self._spans = {name: self._span(start, name, shape, kind, at) for name, shape, kind, at in records}
@@ -106,7 +110,7 @@ class GGUFFile:
         if not np.shares_memory(target, out):
             raise ValueError(f"reading {name!r} needs a contiguous destination, got strides {out.strides}")
         decode = self._decoder(name, kind)
-        step = max(1, _ROWS_AT_ONCE // target.shape[1])
+        step = max(1, _VALUES_AT_ONCE // target.shape[1])
         for row in range(0, rows, step):
             np.copyto(target[row : row + step], decode(raw[row : row + step]), casting="unsafe")
 
@@ -146,19 +150,32 @@ class _Cursor:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
 
     def string(self) -> str:
-        return str(self.take(self.scalar("Q")), encoding="utf-8")
+        piece = self.take(self.scalar("Q"))
+        try:
+            return str(piece, encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{self.path}: the text before byte {self.offset} is damaged") from error
 
-    def value(self, raw_type: int) -> Any:
-        kind = gguf.GGUFValueType(raw_type)
+    def kind[K: IntEnum](self, kinds: type[K]) -> K:
+        raw = self.scalar("I")
+        if raw not in set(kinds):
+            raise CheckpointError(f"{self.path}: {raw} before byte {self.offset} is no {kinds.__name__}")
+        return kinds(raw)
+
+    def value(self) -> Any:
+        kind = self.kind(gguf.GGUFValueType)
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
             return self.scalar(_SCALARS[kind])
-        item, count = gguf.GGUFValueType(self.scalar("I")), self.scalar("Q")
-        if item in _SCALARS:
-            code = f"<{count}{_SCALARS[item]}"
-            return list(struct.unpack(code, self.take(struct.calcsize(code))))
-        return [self.value(item) for _ in range(count)]
+        item, count = self.kind(gguf.GGUFValueType), self.scalar("Q")
+        if item == _STRING:
+            return [self.string() for _ in range(count)]
+        if item == _ARRAY:
+            raise CheckpointError(f"{self.path}: an array of arrays before byte {self.offset}")
+        code = _SCALARS[item]
+        piece = self.take(count * struct.calcsize("<" + code))
+        return list(struct.unpack(f"<{count}{code}", piece))
 
 
 def _preamble(cursor: _Cursor) -> tuple[int, int]:
@@ -174,9 +191,11 @@ def _preamble(cursor: _Cursor) -> tuple[int, int]:
 
 
 def _record(cursor: _Cursor) -> tuple[str, tuple[int, ...], gguf.GGMLQuantizationType, int]:
-    name = cursor.string()
-    shape = tuple(cursor.scalar("Q") for _ in range(cursor.scalar("I")))[::-1]  # stored fastest axis first
-    return name, shape, gguf.GGMLQuantizationType(cursor.scalar("I")), cursor.scalar("Q")
+    name, rank = cursor.string(), cursor.scalar("I")
+    if not 1 <= rank <= _MAX_RANK:
+        raise CheckpointError(f"{cursor.path}: tensor {name!r} has {rank} axes, expected 1 to {_MAX_RANK}")
+    shape = tuple(cursor.scalar("Q") for _ in range(rank))[::-1]  # stored fastest axis first
+    return name, shape, cursor.kind(gguf.GGMLQuantizationType), cursor.scalar("Q")
 
 
 def _q4_1(raw: np.ndarray) -> np.ndarray:

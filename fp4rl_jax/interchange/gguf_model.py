@@ -34,6 +34,9 @@ def model_config(file: GGUFFile) -> ModelConfig:
         CheckpointError: a key is missing, unknown, or asks for what the code does not do; the
             message names the key, its value and what was expected.
     """
+    parts = file.metadata.get("split.count", 1)
+    if parts > 1:
+        raise CheckpointError(f"{file.path} is one of {parts} parts of a split file: merge them first")
     fields = _Fields(file)
     heads, width = fields.need("attention.head_count"), fields.need("embedding_length")
     head_dim = fields.get("attention.key_length", width // heads)

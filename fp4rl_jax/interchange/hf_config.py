@@ -60,18 +60,18 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
     if family not in FAMILIES:
         raise CheckpointError(f"config.json: {unknown_name('model_type', str(family), FAMILIES)}")
     _check_fields(fields, family)
-    heads, width = _need(fields, "num_attention_heads"), _need(fields, "hidden_size")
+    heads, width = _count(fields, "num_attention_heads"), _count(fields, "hidden_size")
     sparse = family == "qwen3_moe"
     theta, scaling = _rope(fields)
     return ModelConfig(
         family=family,
-        vocab_size=_need(fields, "vocab_size"),
-        num_layers=_need(fields, "num_hidden_layers"),
+        vocab_size=_count(fields, "vocab_size"),
+        num_layers=_count(fields, "num_hidden_layers"),
         d_model=width,
         num_heads=heads,
-        num_kv_heads=_or(fields, "num_key_value_heads", heads),
+        num_kv_heads=_count(fields, "num_key_value_heads") if fields.get("num_key_value_heads") else heads,
         head_dim=_head_dim(fields, family),
-        d_ff=0 if sparse else _need(fields, "intermediate_size"),
+        d_ff=0 if sparse else _count(fields, "intermediate_size"),
         rope_theta=theta,
         rope_scaling=scaling,
         rms_eps=float(_need(fields, "rms_norm_eps")),
@@ -79,10 +79,10 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
         qkv_bias=family == "qwen2",
         qk_norm=family in ("qwen3", "qwen3_moe"),
         num_experts=_num_experts(fields) if sparse else 0,
-        num_active=_need(fields, "num_experts_per_tok") if sparse else 0,
-        d_expert=_need(fields, "moe_intermediate_size") if sparse else 0,
+        num_active=_count(fields, "num_experts_per_tok") if sparse else 0,
+        d_expert=_count(fields, "moe_intermediate_size") if sparse else 0,
         norm_topk=_need(fields, "norm_topk_prob") if sparse else True,
-        max_length=_need(fields, "max_position_embeddings"),
+        max_length=_count(fields, "max_position_embeddings"),
     )
 
 
@@ -138,6 +138,13 @@ def _need(fields: Mapping[str, Any], name: str) -> Any:
     return fields[name]
 
 
+def _count(fields: Mapping[str, Any], name: str) -> int:
+    value = _need(fields, name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"config.json: {name} = {value!r}, expected a whole number of at least 1")
+    return value
+
+
 def _or(fields: Mapping[str, Any], name: str, default: Any) -> Any:
     """The field, or what the released class means by its absence."""
     return default if fields.get(name) is None else fields[name]
@@ -145,16 +152,18 @@ def _or(fields: Mapping[str, Any], name: str, default: Any) -> Any:
 
 def _num_experts(fields: Mapping[str, Any]) -> int:
     """`num_experts`, which transformers 5 writes as `num_local_experts`."""
-    return fields.get("num_local_experts") or _need(fields, "num_experts")
+    return _count(fields, "num_local_experts" if fields.get("num_local_experts") else "num_experts")
 
 
 def _head_dim(fields: Mapping[str, Any], family: str) -> int:
     if family == "qwen3":  # its class default, 128, does not follow from the other fields
-        return _need(fields, "head_dim")
+        return _count(fields, "head_dim")
+    if fields.get("head_dim") is not None:
+        return _count(fields, "head_dim")
     width, heads = fields["hidden_size"], fields["num_attention_heads"]
-    if fields.get("head_dim") is None and width % heads:
+    if width % heads:
         raise CheckpointError(f"config.json: hidden_size {width} is not a multiple of {heads} heads")
-    return _or(fields, "head_dim", width // heads)
+    return width // heads
 
 
 def _check_fields(fields: Mapping[str, Any], family: str) -> None:

@@ -10,6 +10,7 @@ from fp4rl_jax.interchange.errors import CheckpointError
 from fp4rl_jax.interchange.gguf_file import GGUFFile
 from fp4rl_jax.interchange.hf_directory import HFDirectory, read_json
 from fp4rl_jax.interchange.naming import GGUF_NAMES, HF_NAMES
+from fp4rl_jax.interchange.sources import SOURCES
 from fp4rl_jax.models import ModelConfig
 from fp4rl_jax.text import Tokenizer, from_gguf_metadata
 from fp4rl_jax.text import load_tokenizer as load_hf_tokenizer
@@ -81,7 +82,8 @@ def _locate(path: str | Path) -> Path:
     """The GGUF file or the Hugging Face directory that `path` means."""
     where = Path(path)
     if not where.exists():
-        raise FileNotFoundError(f"{where} does not exist (`fp4rl fetch` lists what can be fetched)")
+        hint = f"run `fp4rl fetch {where.name}`" if where.name in SOURCES else "check the path"
+        raise FileNotFoundError(f"{where} does not exist: {hint}")
     if where.is_file():
         if where.suffix != ".gguf":
             raise CheckpointError(f"{where} is a file, expected a directory or a .gguf file")

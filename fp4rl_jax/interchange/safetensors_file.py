@@ -7,6 +7,7 @@ reported by the tensor it loses and values go from the map straight into the sta
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -58,8 +59,23 @@ class SafetensorsFile:
             header = json.loads(text)
         except ValueError as error:
             raise CheckpointError(f"{self.path}: the safetensors header is damaged: {error}") from error
+        if not isinstance(header, dict):
+            raise CheckpointError(f"{self.path}: the safetensors header is damaged: not a mapping")
         header.pop("__metadata__", None)
+        for name, entry in header.items():
+            self._check_entry(name, entry)
         return header, 8 + length
+
+    def _check_entry(self, name: str, entry: Any) -> None:
+        found = entry if isinstance(entry, dict) else {}
+        shape, offsets = found.get("shape"), found.get("data_offsets")
+        numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [None]
+        whole = all(isinstance(number, int) and number >= 0 for number in numbers)
+        if not whole or len(offsets or ()) != 2 or not isinstance(found.get("dtype"), str):
+            raise CheckpointError(
+                f"{self.path}: the safetensors header is damaged at tensor {name!r}: {entry!r}, expected "
+                "dtype, shape and data_offsets"
+            )
 
     def _checked(self, name: str, offsets: list[int]) -> tuple[int, int]:
         shape, dtype = self.tensors[name].shape, self.tensors[name].dtype
@@ -70,7 +86,7 @@ class SafetensorsFile:
             )
         first, last = offsets
         size = math.prod(shape) * DTYPES[dtype].itemsize
-        if last - first != size or first < 0:
+        if last - first != size:
             raise CheckpointError(
                 f"{self.path}: tensor {name!r} has {last - first} bytes, expected {size} for {dtype} of "
                 f"shape {list(shape)}"

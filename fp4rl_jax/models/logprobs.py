@@ -326,6 +326,7 @@ def score(
 
     Exact: with `order="fixed"` equal to what the sampler recorded, bit for bit.
     """
+    tokens, token_mask = jnp.asarray(tokens), jnp.asarray(token_mask)
     chex.assert_equal_shape([tokens, token_mask])
     if not 1 <= prompt_width < tokens.shape[1]:
         raise ValueError(f"prompt_width must be in 1..{tokens.shape[1] - 1}, got {prompt_width}")

@@ -80,6 +80,21 @@ def masked_sum(values: Array, mask: Array) -> Sums:
     return _sums(kept, jnp.sum(mask, dtype=jnp.int32))
 
 
+def masked_plain_sum(values: Array, mask: Array) -> Sums:
+    """`masked_sum` for what is only reported: one float32 sum, its last digits in no fixed order.
+
+    Args:
+        values: [B, T] or [B], cast to float32; anything off the mask is ignored, NaN included.
+        mask: bool, same shape.
+
+    Exact: for booleans and small integers; else within n * 2^-24 of the sum of absolute values.
+    """
+    chex.assert_equal_shape([values, mask])
+    chex.assert_type(mask, bool)
+    total = jnp.sum(jnp.where(mask, values, 0).astype(jnp.float32))
+    return Sums(total=total, count=jnp.sum(mask, dtype=jnp.int32), carry=jnp.zeros_like(total))
+
+
 def masked_sequence_sum(values: Array, mask: Array, *, length: int | None = None) -> Sums:
     """Sums each row's mean over its own masked tokens; the count is the number of such rows.
 

@@ -7,7 +7,7 @@ from jax import lax
 
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.formats import Format, _bits
-from fp4rl_jax.formats._base import pad_last, share_rows
+from fp4rl_jax.formats._base import once, pad_last, share_rows
 from fp4rl_jax.quantizers.rounding import Hint, Rounding
 
 AxisName = str | tuple[str, ...] | None
@@ -43,9 +43,9 @@ def encode(
         _check_hint(hint, fmt, axis, moved.shape)
         codes = fmt.encode(padded, hint.scales, hint.outer_scale, rounding=round_with)
         return Encoded(codes, hint.scales, hint.outer_scale)
-    amax = share_rows(_bits.raw(padded.reshape(shape)).max(axis=-1), fmt.block_rows, "max")
+    amax = share_rows(_bits.block_amax(padded.reshape(shape)), fmt.block_rows, "max")
     outer, span_amax = _outer(fmt, amax, outer_scale, axis, axis_name)
-    scales = fmt.choose_scales(padded, amax, outer, span_amax=span_amax)
+    scales, outer = once((fmt.choose_scales(padded, amax, outer, span_amax=span_amax), outer))
     codes = fmt.encode(padded, scales, outer, rounding=round_with, span_amax=span_amax)
     return Encoded(codes, scales, outer)
 

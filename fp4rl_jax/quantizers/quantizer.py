@@ -6,9 +6,11 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from fp4rl_jax.arrays import Array, check_name, unknown_name
 from fp4rl_jax.formats import Format, make
+from fp4rl_jax.formats._base import once
 from fp4rl_jax.qtensor import QTensor
 from fp4rl_jax.quantizers import _fake
 from fp4rl_jax.quantizers._encode import AxisName, encode
@@ -88,7 +90,7 @@ class Quantizer:
         self,
         x: Array,
         *,
-        dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         axis: int = -1,
         key: Array | None = None,
         hint: Hint | None = None,
@@ -141,7 +143,7 @@ def _quantize(
         outer_scale=outer_scale,
         axis_name=axis_name,
     )
-    packed = fmt.pack(encoded.codes)
+    packed = fmt.pack(once(encoded.codes))  # stored first: pairing breaks up the vector loop
     return QTensor(packed, encoded.scales, encoded.outer_scale, fmt=fmt, axis=axis, length=x.shape[axis])
 
 
@@ -153,7 +155,7 @@ def _inner(
     outer_scale: Array | None,
     *,
     quantizer: Quantizer,
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
     axis: int,
     axis_name: AxisName,
 ) -> tuple[Array, Array | None]:

@@ -15,7 +15,7 @@ so a kill at any instant leaves the previous checkpoint as it was.
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,16 +64,26 @@ class Checkpointer:
         root: the folder of the checkpoints; made when missing.
         keep_last: how many of the latest to keep, at least 1.
         keep_best: name of the metric whose highest `score` keeps one more; "" keeps none.
+        score: gives the value of the `keep_best` metric at the time of a save, or None.
         fingerprint: identifies the configuration that the checkpoints belong to; "" is not compared.
     """
 
-    def __init__(self, root: Path, *, keep_last: int = 2, keep_best: str = "", fingerprint: str = ""):
+    def __init__(
+        self,
+        root: Path,
+        *,
+        keep_last: int = 2,
+        keep_best: str = "",
+        score: Callable[[], float | None] | None = None,
+        fingerprint: str = "",
+    ):
         if keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, got {keep_last}")
         self.root = Path(root).absolute()
         self.keep_last = keep_last
         self.keep_best = keep_best
         self.fingerprint = fingerprint
+        self._score = score
         self._passed_over: set[Path] = set()
         with storage_errors(self.root, doing="make the checkpoint folder"):
             self.root.mkdir(parents=True, exist_ok=True)
@@ -82,14 +92,13 @@ class Checkpointer:
         """Steps that have a committed folder (digests not checked), ascending."""
         return tuple(sorted({step for step, _ in self._candidates()}))
 
-    def save(self, step: int, state: PyTree, host: Mapping[str, Any], *, score: float | None = None) -> Path:
+    def save(self, step: int, state: PyTree, host: Mapping[str, Any]) -> Path:
         """Saves a checkpoint; when this returns it is on the disk and will be restored.
 
         Args:
             step: steps done so far, 0 or more.
             state: pytree of jax or numpy arrays, typed PRNG keys included.
             host: plain JSON values.
-            score: the value of the `keep_best` metric, if there is one.
 
         Returns:
             The checkpoint's folder.
@@ -113,7 +122,7 @@ class Checkpointer:
             if primary:
                 marker = {
                     "step": step,
-                    "score": score,
+                    "score": None if self._score is None else self._score(),
                     "score_name": self.keep_best,
                     "fingerprint": self.fingerprint,
                 }

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from fp4rl_jax.arrays import unknown_name
+from fp4rl_jax.runs.catalogue import CATALOGUE, find
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -42,6 +45,8 @@ class RunConfig:
             raise ValueError(f"run.name must be one folder name, got {self.name!r}")
         if self.keep_last < 1:
             raise ValueError(f"run.keep_last must be at least 1, got {self.keep_last}")
+        if self.keep_best and find(self.keep_best) is None:
+            raise unknown_name("run.keep_best", self.keep_best, (metric.key for metric in CATALOGUE))
         for field in ("checkpoint_every", "transcripts_every", "transcripts_per_step"):
             if getattr(self, field) < 0:
                 raise ValueError(f"run.{field} must be 0 or more, got {getattr(self, field)}")

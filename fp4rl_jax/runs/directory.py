@@ -50,8 +50,9 @@ METRICS, EVALS, TRANSCRIPTS = "metrics.jsonl", "evals.jsonl", "transcripts.jsonl
 class RunDirectory:
     """One run on disk, held by this process until `close`.
 
-    Make one with `open`; then restore from `checkpoints` if `resumed`, call `start(step)`, and use
-    `metrics`, `transcripts` and `evals` until `close`. Usable as a context manager.
+    Make one with `open`; then restore from `checkpoints` if it is `resumed` and there are any, call
+    `start(step)` and `write_manifest`, which makes the folder a run that `open` knows again, and use
+    `metrics`, `write_transcripts` and `write_eval` until `close`. Usable as a context manager.
 
     Attributes:
         path: the folder.
@@ -73,6 +74,7 @@ class RunDirectory:
             self.path / "checkpoints",
             keep_last=config.keep_last,
             keep_best=config.keep_best,
+            score=self._best_score,
             fingerprint=fingerprint,
         )
 
@@ -94,14 +96,14 @@ class RunDirectory:
             StorageError: the folder cannot be made or written.
         """
         path = config.path
-        if config.resume == "must" and not (path / CONFIG).exists():
+        if config.resume == "must" and not begun(path):
             raise RunNotFoundError(f'{path} holds no run to resume (run.resume="must")')
         plain = files.plain_value(resolved)
         with storage_errors(path, doing="make the run folder"):
             path.mkdir(parents=True, exist_ok=True)
         lock = _lock(path)
         try:
-            resumed = (path / CONFIG).exists()
+            resumed = begun(path)
             if resumed and config.resume == "never":
                 raise RunExistsError(
                     f'{path} already holds a run: set run.resume="auto" to continue it, or change run.name'
@@ -115,6 +117,10 @@ class RunDirectory:
         return cls(
             config, resumed=resumed, lock=lock, fingerprint=config_fingerprint(plain, may_change=may_change)
         )
+
+    def _best_score(self) -> float | None:
+        """The latest value of the metric `run.keep_best`; None where the last step lacks it."""
+        return self.metrics.last.get(self.config.keep_best) if self._open else None
 
     def start(self, step: int) -> None:
         """Puts the records back to `step` steps done and opens them for appending.
@@ -196,6 +202,11 @@ class RunDirectory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def begun(path: Path) -> bool:
+    """Whether a folder holds a run that got as far as its manifest; what failed before then left nothing."""
+    return (path / CONFIG).exists() and (path / MANIFEST).exists()
 
 
 def require_same_config(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import importlib.util
 import math
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
@@ -107,6 +108,19 @@ def require_count(**fields: int) -> None:
     for name, value in fields.items():
         if value < 1:
             raise ValueError(f"{name} is {value}, expected at least 1")
+
+
+def require_positive(**fields: float) -> None:
+    """Raises a ValueError naming the first field that is not a finite number above 0."""
+    for name, value in fields.items():
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} is {value}, expected a finite number above 0")
+
+
+def require_package(name: str, *, task: str) -> None:
+    """Raises a ModuleNotFoundError that says how to install the optional package `name`."""
+    if importlib.util.find_spec(name) is None:
+        raise ModuleNotFoundError(f"task {task!r} needs {name}: pip install 'fp4rl_jax[tasks]'", name=name)
 
 
 def unit_hash(text: str, *, seed: int = 0) -> float:

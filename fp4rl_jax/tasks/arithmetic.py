@@ -69,6 +69,19 @@ class Config:
     format_weight: float = 0.0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for operation in self.operations:
+            check_name("operation", operation, OPERATIONS)
+        if not self.operations or len(set(self.operations)) < len(self.operations):
+            raise ValueError(f"operations are {self.operations}, expected one or more, each once")
+        if self.terms < 2:
+            raise ValueError(f"terms is {self.terms}, expected at least 2")
+        low, high = _operands(self)
+        if not low < high:
+            raise ValueError(f"operands are {low}..{high}, expected low < high")
+        require_count(eval_size=self.eval_size, train_size=self.train_size)
+        require_share(format_weight=self.format_weight)
+
 
 def example_config(folder: object) -> Config:
     """A tiny instance: sums with operands 0..3."""
@@ -80,9 +93,8 @@ def build(config: Config) -> Task:
     """Builds the task.
 
     Raises:
-        ValueError: a setting is out of range, or so many problems are held out that none is left.
+        ValueError: fewer problems exist than are to be held out, or none is left to train on.
     """
-    validate(config)
     low, high = _operands(config)
     count = (high - low + 1) ** config.terms * len(config.operations) ** (config.terms - 1)
     train, held_out = _enumerated(config) if count <= MAX_ENUMERATED else _drawn(config)
@@ -92,21 +104,6 @@ def build(config: Config) -> Task:
         return weighted(float(right), float(is_bare_number(completion)), format_weight=config.format_weight)
 
     return Task(name="arithmetic", train=train, eval=held_out, scorer=score)
-
-
-def validate(config: Config) -> None:
-    """Raises ValueError naming the setting that cannot work."""
-    for operation in config.operations:
-        check_name("operation", operation, OPERATIONS)
-    if not config.operations or len(set(config.operations)) < len(config.operations):
-        raise ValueError(f"operations are {config.operations}, expected one or more, each once")
-    if config.terms < 2:
-        raise ValueError(f"terms is {config.terms}, expected at least 2")
-    low, high = _operands(config)
-    if not low < high:
-        raise ValueError(f"operands are {low}..{high}, expected low < high")
-    require_count(eval_size=config.eval_size, train_size=config.train_size)
-    require_share(format_weight=config.format_weight)
 
 
 def _operands(config: Config) -> tuple[int, int]:

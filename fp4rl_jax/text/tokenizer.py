@@ -5,6 +5,7 @@ made of ids only to be read (by a reward or a person) and is never encoded again
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -40,31 +41,39 @@ class Tokenizer:
     special_tokens: Mapping[str, str]
     chat_template: str | None
 
-    @property
+    @functools.cached_property
     def vocab_size(self) -> int:
-        """Number of ids, added tokens included."""
-        return self.backend.get_vocab_size(with_added_tokens=True)
+        """One more than the largest id, added tokens included."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text` with the special tokens that the pipeline adds (transformers' `tok(text)`)."""
         return self.backend.encode(text, add_special_tokens=True).ids
 
     def encode_chat(
-        self, messages: Sequence[chat.Message], *, ending: chat.Ending = "assistant"
+        self,
+        messages: Sequence[chat.Message],
+        *,
+        ending: chat.Ending = "assistant",
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Ids of a rendered chat; the template alone decides on special tokens."""
-        return self.backend.encode(self.render_chat(messages, ending=ending), add_special_tokens=False).ids
+        """Ids of a rendered chat (see `render_chat`); the template alone decides on special tokens."""
+        rendered = self.render_chat(messages, ending=ending, variables=variables)
+        return self.backend.encode(rendered, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int], *, special: Special = "skip") -> str:
         """Text of `ids`, to be read and never encoded again; `special="keep"` spells special tokens out.
 
+        An id that stands for no token decodes to nothing: an embedding may have more rows than the
+        tokenizer has ids, and a sampler may draw one of them.
+
         Raises:
-            ValueError: an id is outside the vocabulary.
+            ValueError: an id is negative.
         """
-        outside = [int(i) for i in ids if not 0 <= int(i) < self.vocab_size]
-        if outside:
-            raise ValueError(f"token id {outside[0]} is outside the vocabulary of {self.vocab_size} ids")
-        return self.backend.decode([int(i) for i in ids], skip_special_tokens=special == "skip")
+        values = [int(i) for i in ids]
+        if values and min(values) < 0:
+            raise ValueError(f"token id {min(values)} is negative")
+        return self.backend.decode(values, skip_special_tokens=special == "skip")
 
     def render_chat(
         self,

@@ -1,6 +1,7 @@
 """Every file in algorithms/ through one suite. No algorithm is named here."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from fp4rl_jax.batch import Rollouts
 from fp4rl_jax.objectives.means import merge
 
 NAMES = plugins.names(algorithms)
-PROMPTS, GROUP, PROMPT_WIDTH, WIDTH = 6, 4, 3, 9
+PROMPTS, GROUP, PROMPT_WIDTH, WIDTH = 4, 4, 2, 6
 
 
 def _rollouts(seed=0, group=GROUP, prompts=PROMPTS):
@@ -41,11 +42,12 @@ def _rewards(rollouts, seed=1):
     return np.random.default_rng(seed).random(rollouts.tokens.shape[0]).astype(np.float32)
 
 
-def _case(name, seed=0):
+@functools.cache
+def _case(name):
     """A batch in mid-training: old, reference and current log-probs all differ."""
     module = plugins.load(algorithms, name)
-    rollouts = _rollouts(seed)
-    rng = np.random.default_rng(seed + 9)
+    rollouts = _rollouts()
+    rng = np.random.default_rng(9)
 
     def near(scale):
         noise = jnp.asarray(rng.normal(0, scale, rollouts.tokens.shape), jnp.float32)
@@ -57,8 +59,17 @@ def _case(name, seed=0):
     return module, config, batch, near(0.2), jnp.asarray(rng.random(batch.tokens.shape), jnp.float32)
 
 
+@functools.cache
 def _jitted(module):
     return jax.jit(module.loss, static_argnums=3)
+
+
+@functools.cache
+def _value_and_grad(module):
+    def total(logprobs, batch, weights, config):
+        return module.loss(logprobs, batch, weights, config).sum
+
+    return jax.jit(jax.value_and_grad(total), static_argnums=3)
 
 
 def _rows(tree, start, stop):
@@ -84,29 +95,28 @@ def test_config_is_frozen_and_hashable_by_value(name):
 def test_microbatches_give_the_same_loss(name):
     module, config, batch, logprobs, weights = _case(name)
     whole = _jitted(module)(logprobs, batch, weights, config)
-    for rows in (GROUP, 2 * GROUP, 3 * GROUP):
-        parts = [
-            _jitted(module)(logprobs[i : i + rows], _rows(batch, i, i + rows), weights[i : i + rows], config)
-            for i in range(0, PROMPTS * GROUP, rows)
-        ]
-        merged = merge(*(part.metrics for part in parts))
-        assert sum(int(part.count) for part in parts) == int(whole.count)
-        four_ulp = 4 * np.spacing(np.abs(np.float32(whole.sum)))
-        assert abs(float(merged["loss"].total) - float(whole.sum)) <= four_ulp
-        for key, sums in whole.metrics.items():
-            assert int(merged[key].count) == int(sums.count)
-            bound = 4 * np.spacing(np.abs(np.float32(sums.total)))
-            assert abs(float(merged[key].total) - float(sums.total)) <= bound, key
+    parts = [
+        _jitted(module)(logprobs[i : i + GROUP], _rows(batch, i, i + GROUP), weights[i : i + GROUP], config)
+        for i in range(0, PROMPTS * GROUP, GROUP)
+    ]
+    merged = merge(*(part.metrics for part in parts))
+    assert sum(int(part.count) for part in parts) == int(whole.count)
+    four_ulp = 4 * np.spacing(np.abs(np.float32(whole.sum)))
+    assert abs(float(merged["loss"].total) - float(whole.sum)) <= four_ulp
+    for key, sums in whole.metrics.items():
+        assert int(merged[key].count) == int(sums.count)
+        np.testing.assert_allclose(float(merged[key].total), float(sums.total), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_add_up_over_microbatches(name):
     module, config, batch, logprobs, weights = _case(name)
-    grad = jax.jit(jax.grad(lambda lp, b, w: module.loss(lp, b, w, config).sum))
-    whole = grad(logprobs, batch, weights)
+    grad = _value_and_grad(module)
+    whole = grad(logprobs, batch, weights, config)[1]
     half = PROMPTS * GROUP // 2
     parts = [
-        grad(logprobs[i : i + half], _rows(batch, i, i + half), weights[i : i + half]) for i in (0, half)
+        grad(logprobs[i : i + half], _rows(batch, i, i + half), weights[i : i + half], config)[1]
+        for i in (0, half)
     ]
     np.testing.assert_allclose(jnp.concatenate(parts), whole, rtol=2e-6, atol=1e-9)
     assert float(jnp.max(jnp.abs(whole))) > 1e-3
@@ -118,7 +128,7 @@ def test_zero_advantages_give_zero_gradient(name):
     config = module.Config()
     batch = _case(name)[2].replace(advantages=jnp.zeros(PROMPTS * GROUP), ref_logprobs=None)
     logprobs, weights = _case(name)[3:]
-    value, grad = jax.value_and_grad(lambda lp: module.loss(lp, batch, weights, config).sum)(logprobs)
+    value, grad = _value_and_grad(module)(logprobs, batch, weights, config)
     assert float(value) == 0.0
     np.testing.assert_array_equal(grad, np.zeros(grad.shape))
 
@@ -126,12 +136,12 @@ def test_zero_advantages_give_zero_gradient(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_equal_rewards_give_zero_advantages(name):
     module = plugins.load(algorithms, name)
-    rollouts = _rollouts().replace(loss_mask=_rollouts().token_mask.at[:, :PROMPT_WIDTH].set(False))
-    full = jnp.zeros_like(rollouts.loss_mask).at[:, PROMPT_WIDTH:].set(True)
-    for group in (2, 3, 4, 6):  # the mean of 3 copies of 0.1 is not 0.1 in float32
-        case = rollouts.replace(group_size=group, loss_mask=full)
-        batch = module.prepare(case, np.full(PROMPTS * GROUP, 0.1, np.float32), module.Config())
-        np.testing.assert_array_equal(batch.advantages, np.zeros(PROMPTS * GROUP))
+    for group in (3, 7):  # the mean of 3 copies of 0.1 is not 0.1 in float32
+        rollouts = _rollouts(group=group, prompts=2)
+        equal = jnp.zeros_like(rollouts.loss_mask).at[:, PROMPT_WIDTH:].set(True)  # equal lengths
+        rewards = np.full(2 * group, 0.1, np.float32)
+        batch = module.prepare(rollouts.replace(loss_mask=equal), rewards, module.Config())
+        np.testing.assert_array_equal(batch.advantages, np.zeros(2 * group))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -149,27 +159,26 @@ def test_all_masked_batch_survives(name):
     module, config, batch, logprobs, weights = _case(name)
     batch = batch.replace(loss_mask=jnp.zeros_like(batch.loss_mask))
 
-    def mean(lp):
-        loss = module.loss(lp, batch, weights, config)
-        return loss.metrics["loss"].mean() + loss.sum / jnp.maximum(loss.count, 1)
-
-    value, grad = jax.value_and_grad(mean)(logprobs)
+    value, grad = _value_and_grad(module)(logprobs, batch, weights, config)
     assert float(value) == 0.0
     np.testing.assert_array_equal(grad, np.zeros(grad.shape))
+    loss = _jitted(module)(logprobs, batch, weights, config)
+    assert int(loss.count) == 0
+    assert {key: float(sums.mean()) for key, sums in loss.metrics.items()} == dict.fromkeys(loss.metrics, 0.0)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_masked_positions_are_never_looked_at(name):
     module, config, batch, logprobs, weights = _case(name)
-    grad = jax.value_and_grad(lambda lp, b, w: module.loss(lp, b, w, config).sum)
-    clean_value, clean = grad(logprobs, batch, weights)
+    grad = _value_and_grad(module)
+    clean_value, clean = grad(logprobs, batch, weights, config)
     poison = jnp.where(batch.loss_mask, 0, jnp.nan)
     dirty = batch.replace(
         old_logprobs=batch.old_logprobs + poison,
         ref_logprobs=batch.ref_logprobs + poison,
         rollout_logprobs=batch.rollout_logprobs + poison,
     )
-    value, found = grad(logprobs + poison, dirty, weights + poison)
+    value, found = grad(logprobs + poison, dirty, weights + poison, config)
     assert float(value) == float(clean_value)
     np.testing.assert_array_equal(found, clean)
 
@@ -179,7 +188,7 @@ def test_huge_ratios_stay_finite(name):
     module, config, batch, logprobs, weights = _case(name)
     for gap in (1e4, -1e4):
         far = jnp.where(batch.loss_mask, logprobs + gap, 0)
-        value, grad = jax.value_and_grad(lambda lp: module.loss(lp, batch, weights, config).sum)(far)
+        value, grad = _value_and_grad(module)(far, batch, weights, config)
         assert np.isfinite(float(value)) and np.all(np.isfinite(grad))
 
 
@@ -199,14 +208,6 @@ def test_second_call_does_not_recompile(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_jit_equals_eager(name):
-    module, config, batch, logprobs, weights = _case(name)
-    eager, jitted = (f(logprobs, batch, weights, config) for f in (module.loss, _jitted(module)))
-    np.testing.assert_allclose(float(jitted.sum), float(eager.sum), rtol=1e-6)
-    assert int(jitted.count) == int(eager.count)
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_kl_without_reference_is_refused(name):
     module, config, batch, logprobs, weights = _case(name)
     with pytest.raises(ValueError, match="ref_logprobs"):
@@ -218,11 +219,10 @@ def test_kl_to_itself_adds_nothing_and_pulls_back_otherwise(name):
     module, config, batch, logprobs, weights = _case(name)
     plain = dataclasses.replace(config, kl_coef=0.0)
     near = batch.replace(ref_logprobs=logprobs)
-    assert float(module.loss(logprobs, near, weights, config).sum) == float(
-        module.loss(logprobs, near, weights, plain).sum
-    )
+    sums = [float(_jitted(module)(logprobs, near, weights, c).sum) for c in (config, plain)]
+    assert sums[0] == sums[1]
     flat = batch.replace(advantages=jnp.zeros_like(batch.advantages), ref_logprobs=logprobs - 1.0)
-    grad = jax.grad(lambda lp: module.loss(lp, flat, weights, config).sum)(logprobs)
+    grad = _value_and_grad(module)(logprobs, flat, weights, config)[1]
     assert np.all(np.where(batch.loss_mask, grad > 0, grad == 0))  # descent lowers the log-prob
 
 
@@ -233,7 +233,7 @@ def test_rewards_that_are_no_number_are_refused_by_prompt(name, bad):
     rollouts = _rollouts()
     rewards = [float(r) for r in _rewards(rollouts)]
     rewards[2 * GROUP + 1] = bad
-    with pytest.raises(ValueError, match="row 9 .prompt 2, completion 1."):
+    with pytest.raises(ValueError, match="row 9 .prompt 2, completion 1. is"):
         module.prepare(rollouts, rewards, module.Config())
 
 

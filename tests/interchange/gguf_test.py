@@ -171,6 +171,7 @@ def test_smollm2_is_read_bit_for_bit_as_the_package_reads_it() -> None:
         ({"llama.attention.value_length": 16}, "llama.attention.value_length = 16"),
         ({"llama.attention.head_count_kv": [2, 1]}, r"head_count_kv differs by layer: \[2, 1\]"),
         ({"llama.block_count": None}, "has no llama.block_count"),
+        ({"split.count": 3}, "is one of 3 parts of a split file"),
         ({"tokenizer.ggml.pre": "deepseek"}, "unknown tokenizer.ggml.pre 'deepseek'"),
     ],
 )
@@ -204,6 +205,22 @@ def test_a_truncated_file_is_an_error_wherever_it_ends(tiny, tmp_path: Path, kee
     message = {0: "is empty", -1: r"truncated: tensor '\S+' needs bytes"}.get(keep, "truncated")
     with pytest.raises(CheckpointError, match=message):
         interchange.load(path, dtype="float32")
+
+
+def test_no_damage_of_the_header_escapes_as_another_error(tiny, tmp_path: Path, rng) -> None:
+    path = _write(tmp_path / "m.gguf", _metadata(tiny) | _vocabulary(), _tensors(tiny))
+    whole, header = path.read_bytes(), path.stat().st_size - sum(a.nbytes for a in _tensors(tiny).values())
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for offset in rng.integers(0, header, size=rng.integers(1, 4)):
+            damaged[offset] = rng.integers(0, 256)
+        path.write_bytes(damaged)
+        try:
+            GGUFFile(path)
+        except CheckpointError:
+            refused += 1
+    assert 30 < refused < 300
 
 
 def test_what_is_not_gguf_is_an_error(tmp_path: Path) -> None:

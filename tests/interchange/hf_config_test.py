@@ -121,6 +121,8 @@ def test_files_of_transformers_5_are_read() -> None:
         ({"hidden_sise": 3}, "unknown field 'hidden_sise': did you mean 'hidden_size'"),
         ({"logits_soft_cap": 30.0}, "unknown field 'logits_soft_cap'.* value 30.0"),
         ({"hidden_size": None}, "no hidden_size"),
+        ({"hidden_size": "32"}, "hidden_size = '32', expected a whole number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0, expected a whole number of at least 1"),
         ({"hidden_size": 30}, "hidden_size 30 is not a multiple of 4 heads"),
     ],
 )

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import time
+import tracemalloc
 from pathlib import Path
 
 import jax
@@ -15,6 +17,7 @@ from fp4rl_jax.interchange import CheckpointError
 from fp4rl_jax.interchange.naming import HF_NAMES, leaf_paths, pieces
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
+SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2"
 TINY = ("tiny_llama", "tiny_llama3", "tiny_qwen2", "tiny_qwen3", "tiny_qwen3_moe")
 
 
@@ -126,6 +129,52 @@ def test_a_truncated_header_is_an_error(tmp_path: Path) -> None:
         interchange.load(folder, dtype="float32")
 
 
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b"[1]", "not a mapping"),
+        (b'{"a": 1', "header is damaged: "),
+        (b'{"a": 1}', "damaged at tensor 'a': 1, expected dtype, shape"),
+        (b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', "damaged at tensor 'a'"),
+        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}', "damaged at tensor 'a'"),
+        (b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 4]}}', "'a' has 4 bytes, expected 12"),
+    ],
+)
+def test_a_damaged_header_is_named(tmp_path: Path, header: bytes, message: str) -> None:
+    folder = _copy("tiny_llama", tmp_path)
+    path = folder / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
+    with pytest.raises(CheckpointError, match=message):
+        interchange.load(folder, dtype="float32")
+
+
+def test_host_memory_peaks_at_one_leaf_beside_the_model(tmp_path: Path) -> None:
+    """numpy's allocations are the staging; the finished leaves are jax's."""
+    tokenizer = interchange.load_tokenizer(FIXTURES / "tiny_llama")
+    config = models.ModelConfig(vocab_size=320, num_layers=8, d_model=256, d_ff=512, head_dim=64)
+    params = models.init_params(config, jax.random.key(0))
+    folder = interchange.save_hf(params, tmp_path / "m", config=config, tokenizer=tokenizer)
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert largest == 4 * 8 * 512 * 256
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(params)) > 4 * largest
+    tracemalloc.start()
+    interchange.load(folder, dtype="float32")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert largest < peak < 1.3 * largest
+
+
+@pytest.mark.smollm2
+def test_smollm2_loads_in_under_six_seconds() -> None:
+    """Processor time, which bounds the wall clock of an idle machine from above."""
+    start = time.process_time()
+    loaded = interchange.load(SMOLLM2, dtype="float32")
+    spent = time.process_time() - start
+    assert models.num_parameters(loaded.config) == 134_515_008
+    print(f"SmolLM2 loads in {spent:.2f} s of processor time")
+    assert spent < 6
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     folder = _copy("tiny_qwen2", tmp_path)
     (folder / "model-00002-of-00003.safetensors").unlink()
@@ -177,8 +226,10 @@ def test_a_tokenizer_larger_than_the_embedding_is_an_error(tmp_path: Path) -> No
 
 
 def test_paths_that_hold_no_model_say_what_they_hold(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist: check the path"):
         interchange.load(tmp_path / "nowhere", dtype="float32")
+    with pytest.raises(FileNotFoundError, match="run `fp4rl fetch smollm2`"):
+        interchange.load(tmp_path / "smollm2", dtype="float32")
     with pytest.raises(CheckpointError, match="no config.json and not exactly one .gguf"):
         interchange.load(tmp_path, dtype="float32")
     folder = _copy("tiny_llama", tmp_path)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint  # noqa: F401 (imported once, before the forks)
 
-from fp4rl_jax.runs import Checkpointer
+from fp4rl_jax.runs import Checkpointer, RunConfig, RunDirectory
 
 FILE_OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
 
@@ -58,17 +58,51 @@ def die_at_event(root: str, event: int, step: int) -> None:
     checkpointer.save(step, state, {"position": step})
 
 
+def run_to_the_end(root: str, steps: int, ticks: str) -> None:
+    """A run as a loop makes it, resumed if it is there; every value is a function of the state alone.
+
+    Adds a dot to the file `ticks` after each line that it wrote.
+    """
+
+    def tick() -> None:
+        with open(ticks, "a") as file:
+            file.write(".")
+
+    config = RunConfig(root=root, name="a", resume="auto", tensorboard="off")
+    with RunDirectory.open(config, resolved={"loop": {"steps": steps}}) as run:
+        number, total = 0, jnp.zeros(4096)
+        if run.resumed and run.checkpoints.steps():
+            restored = run.checkpoints.restore({"total": total})
+            number, total = restored.step, restored.state["total"]
+        run.start(number)
+        run.write_manifest({"start_step": number})
+        if number == 0:
+            run.write_eval(0, "before", {"value": float(total[0])})
+        while number < steps:
+            total = total * 0.5 + jax.random.normal(jax.random.fold_in(jax.random.key(0), number), (4096,))
+            run.metrics.write(number, {"reward_mean": total.mean(), "entropy": total[0]})
+            tick()
+            run.write_transcripts(number, [{"prompt": str(number), "completion": str(float(total[1]))}])
+            number += 1
+            tick()
+            if number % 3 == 0 or number == steps:
+                run.checkpoints.save(number, {"total": total}, {"position": number})
+        run.write_eval(steps, "after", {"value": float(total[0])})
+
+
 def serve() -> None:
     """Answers requests until standard input ends."""
     for line in sys.stdin:
         request = json.loads(line)
         pid = os.fork()
         if pid == 0:
-            {"loop": save_until_killed, "event": die_at_event}[request.pop("do")](**request)
+            WORK[request.pop("do")](**request)
             os._exit(0)
         print(pid, flush=True)
         print(os.waitpid(pid, 0)[1], flush=True)
 
+
+WORK = {"loop": save_until_killed, "event": die_at_event, "run": run_to_the_end}
 
 if __name__ == "__main__":
     serve()

@@ -1,5 +1,6 @@
 """SIGKILL at random instants, and at every kind of file operation, of a save: something sound is left."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -152,3 +153,35 @@ def test_killed_while_replacing_the_only_checkpoint(server, tmp_path):
         if status == 0:
             return
     raise AssertionError("the save has more than 200 file operations")
+
+
+@pytest.mark.slow
+def test_a_run_killed_again_and_again_ends_like_an_uninterrupted_one(server, tmp_path, rng):
+    ticks = tmp_path / "ticks"
+    server.start(do="run", root=str(tmp_path / "whole"), steps=24, ticks=str(tmp_path / "unread"))
+    assert server.status() == 0
+    for kills in range(40):  # noqa: B007 (read below)
+        ticks.write_text("")
+        pid = server.start(do="run", root=str(tmp_path / "cut"), steps=24, ticks=str(ticks))
+        enough = int(rng.integers(1, 24))
+        while len(ticks.read_text()) < enough and alive(pid):
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.1))
+        with contextlib.suppress(ProcessLookupError):  # it may have come to its end
+            os.kill(pid, signal.SIGKILL)
+        if server.status() == 0:
+            break
+    for name in ("metrics.jsonl", "transcripts.jsonl", "evals.jsonl"):
+        assert (tmp_path / "cut/a" / name).read_bytes() == (tmp_path / "whole/a" / name).read_bytes()
+    template = {"total": np.zeros(4096, np.float32)}
+    cut, whole = (
+        Checkpointer(tmp_path / name / "a/checkpoints").restore(template) for name in ("cut", "whole")
+    )
+    assert cut.step == whole.step == 24
+    assert cut.state["total"].tobytes() == whole.state["total"].tobytes()
+    assert 1 <= kills < 39
+
+
+def alive(pid: int) -> bool:
+    """Whether a victim still runs; its server reaps it as soon as it ends."""
+    return Path(f"/proc/{pid}").exists()

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fp4rl_jax import runs
-from fp4rl_jax.runs import commit
+from fp4rl_jax.runs import commit, files
 from fp4rl_jax.runs.checkpoints import Checkpointer
 
 DTYPES = [
@@ -211,9 +211,10 @@ def test_damaged_ones_do_not_count_when_old_ones_are_dropped(tmp_path):
 
 
 def test_the_last_and_the_best_are_kept(tmp_path):
-    checkpointer = Checkpointer(tmp_path, keep_last=2, keep_best="reward_mean")
-    for step, score in enumerate((0.1, 0.9, 0.9, 0.2, 0.3, None)):
-        checkpointer.save(step, small_state(step), {}, score=score)
+    scores = iter((0.1, 0.9, 0.9, 0.2, 0.3, None))
+    checkpointer = Checkpointer(tmp_path, keep_last=2, keep_best="reward_mean", score=lambda: next(scores))
+    for step in range(6):
+        checkpointer.save(step, small_state(step), {})
     assert checkpointer.steps() == (2, 4, 5)
 
 
@@ -283,18 +284,6 @@ def test_a_refused_write_is_one_line_and_loses_nothing(tmp_path, monkeypatch, nu
     assert checkpointer.restore(small_state()).step == 1
 
 
-@pytest.fixture
-def tmpfs(tmp_path):
-    """A file system of 1 MiB of its own; needs the right to mount."""
-    root = tmp_path / "disk"
-    root.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(root)], capture_output=True)
-    if done.returncode:
-        pytest.skip(f"cannot mount a small file system: {done.stderr.decode().strip()}")
-    yield root
-    subprocess.run(["umount", str(root)], check=True)
-
-
 def incompressible(step: int, count: int):
     return {"w": np.random.default_rng(step).integers(0, 256, count, dtype=np.uint8)}
 
@@ -328,3 +317,20 @@ def test_a_read_only_file_system_is_one_line_and_still_restores(tmpfs, capfd):
         runs.StorageError, match=f"cannot make the run folder at {tmpfs}/new: the file system"
     ):
         runs.RunDirectory.open(config, resolved={})
+
+
+def test_a_disk_that_fills_up_under_a_run_stops_it_with_one_line(tmpfs):
+    pytest.importorskip("tensorboardX")
+    run = runs.RunDirectory.open(runs.RunConfig(root=str(tmpfs), name="a"), resolved={})
+    run.start(0)
+    run.metrics.write(0, {"reward_mean": 0.5})
+    with open(tmpfs / "filler", "wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(b"x" * 4096)
+    with pytest.raises(runs.StorageError, match="no space left on the disk"):
+        for step in range(1, 1000):  # until the pages in hand are full
+            run.metrics.write(step, {f"reward/{i}": 0.5 for i in range(50)})
+    (tmpfs / "filler").unlink()
+    lines = files.read_lines(run.path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(len(lines))) and len(lines) >= 1
+    run.close()

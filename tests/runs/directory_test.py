@@ -1,7 +1,9 @@
 """The run folder: who may open it, and its records after a resume."""
 
 import json
+import math
 import os
+import struct
 import subprocess
 import sys
 
@@ -10,6 +12,14 @@ import pytest
 
 from fp4rl_jax import runs
 from fp4rl_jax.runs import files
+
+MANIFEST = {"versions": {}}
+
+
+def made_run(root, **resolved):
+    """A run that began, closed again."""
+    with open_run(root, **resolved) as run:
+        run.write_manifest(MANIFEST)
 
 
 def open_run(root, *, resume="never", **resolved):
@@ -20,7 +30,7 @@ def open_run(root, *, resume="never", **resolved):
 
 
 def test_a_new_run_is_refused_where_one_lives(tmp_path):
-    open_run(tmp_path).close()
+    made_run(tmp_path)
     with pytest.raises(runs.RunExistsError, match=f"{tmp_path}/a already holds a run"):
         open_run(tmp_path)
     with open_run(tmp_path, resume="auto") as run:
@@ -33,6 +43,34 @@ def test_resuming_needs_a_run(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+def test_what_failed_before_it_began_is_no_run(tmp_path):
+    open_run(tmp_path, loop={"steps": 1}).close()  # no manifest: nothing was started
+    with pytest.raises(runs.RunNotFoundError):
+        open_run(tmp_path, resume="must")
+    with open_run(tmp_path) as run:
+        assert not run.resumed
+    assert json.loads((tmp_path / "a/config.json").read_text())["loop"]["steps"] == 4
+
+
+def test_the_best_checkpoint_is_the_one_of_the_highest_metric(tmp_path):
+    config = runs.RunConfig(
+        root=str(tmp_path), name="a", tensorboard="off", keep_last=1, keep_best="reward_mean"
+    )
+    with runs.RunDirectory.open(config, resolved={}) as run:
+        run.start(0)
+        for step, reward in enumerate((0.1, 0.7, 0.2, 0.3)):
+            run.metrics.write(step, {"reward_mean": reward})
+            run.checkpoints.save(step + 1, {"w": jnp.float32(step)}, {})
+        assert run.checkpoints.steps() == (2, 4)
+
+
+def test_a_resume_on_another_set_up_says_what_differs(tmp_path, caplog):
+    made_run(tmp_path)
+    with open_run(tmp_path, resume="must") as run:
+        run.write_manifest({"versions": {"jax": "0"}})
+    assert "versions was {} and is now {'jax': '0'}: bit-equal metrics are not promised" in caplog.text
+
+
 def test_two_processes_never_share_a_run(tmp_path):
     with open_run(tmp_path):
         with pytest.raises(runs.RunBusyError, match="in use by another live process"):
@@ -41,7 +79,7 @@ def test_two_processes_never_share_a_run(tmp_path):
 
 
 def test_a_resume_lists_every_differing_key_and_allows_more_steps(tmp_path):
-    open_run(tmp_path).close()
+    made_run(tmp_path)
     with pytest.raises(runs.ConfigMismatchError) as caught:
         open_run(tmp_path, resume="auto", loop={"steps": 9}, trainer={"lr": 2e-3, "clip": 1.0})
     assert str(caught.value).endswith(
@@ -64,6 +102,7 @@ def test_records_after_a_resume_are_byte_for_byte_those_of_an_uninterrupted_run(
 
     first = open_run(tmp_path / "cut")
     first.start(0)
+    first.write_manifest(MANIFEST)
     steps(first, range(4))
     first.close()
     with open(tmp_path / "cut/a/metrics.jsonl", "ab") as file:
@@ -142,20 +181,53 @@ def test_the_manifest_keeps_earlier_starts(tmp_path):
     )
 
 
-def test_tensorboard_events_are_written(tmp_path):
+def tensorboard_events(folder):
+    """Every event of a folder's files, by the record format: length, its CRC, the bytes, their CRC."""
+    from tensorboardX.proto import event_pb2
+
+    events = []
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            events.append(event_pb2.Event.FromString(data[12 : 12 + length]))
+            data = data[16 + length :]
+    return events
+
+
+def test_tensorboard_events_hold_the_numbers_and_a_resume_purges(tmp_path):
     pytest.importorskip("tensorboardX")
     config = runs.RunConfig(root=str(tmp_path), name="a")
     with runs.RunDirectory.open(config, resolved={}) as run:
-        run.start(0)
-        run.metrics.write(0, {"reward_mean": 0.5})
-        assert len(list((run.path / "tensorboard").iterdir())) == 1
+        for start in (0, 1):
+            run.start(start)
+            for step in range(start, 2):
+                run.metrics.write(step, {"reward_mean": 0.5 + step, "note": "x", "loss": math.nan})
+            run.metrics.close()
+        events = tensorboard_events(run.path / "tensorboard")
+    scalars = [
+        (e.step, [(v.tag, v.simple_value) for v in e.summary.value]) for e in events if e.summary.value
+    ]
+    assert scalars == [
+        (0, [("reward_mean", 0.5)]),
+        (1, [("reward_mean", 1.5)]),
+        (1, [("reward_mean", 1.5)]),
+    ]
+    assert [(e.step, e.session_log.status) for e in events if e.session_log.status] == [(1, 1)]
 
 
 def test_the_package_needs_no_optional_package():
-    blocked = "import sys\nfor n in ('rich','tensorboardX','matplotlib','grain'): sys.modules[n] = None\n"
-    code = blocked + "from fp4rl_jax import runs; runs.make_progress('lines', total=1).close(); print('fine')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
-    assert done.stdout == "fine\n", done.stderr
-    code = blocked + "from fp4rl_jax import runs\nruns.make_progress('bar', total=1)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
-    assert "a progress bar needs rich: install the extra with pip install 'fp4rl_jax[run]'" in done.stderr
+    code = """
+import sys
+for name in ("rich.progress", "tensorboardX", "matplotlib", "grain"):
+    sys.modules[name] = None
+from fp4rl_jax import runs
+runs.make_progress("lines", total=1).close()
+try:
+    runs.make_progress("bar", total=1)
+except runs.MissingExtraError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    expected = "a progress bar needs rich: install the extra with pip install 'fp4rl_jax[run]'\n"
+    assert done.stdout == expected, done.stderr

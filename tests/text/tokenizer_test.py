@@ -115,9 +115,17 @@ def test_byte_tokenizer_maps_bytes_to_themselves() -> None:
     assert ids[0] == 256 and 257 in ids and tokenizer.decode(ids).endswith("assistant\n")
 
 
-def test_decoding_an_id_outside_the_vocabulary_is_an_error() -> None:
-    with pytest.raises(ValueError, match="token id 259 is outside the vocabulary of 259 ids"):
-        text.byte_tokenizer().decode([1, 259])
+def test_an_id_that_stands_for_no_token_decodes_to_nothing() -> None:
+    assert text.byte_tokenizer().decode([97, 259, 511, 98]) == "ab"
+    with pytest.raises(ValueError, match="token id -1 is negative"):
+        text.byte_tokenizer().decode([97, -1])
+
+
+def test_vocab_size_covers_gaps(tmp_path: Path) -> None:
+    state = json.loads((FIXTURES / "tiny_qwen3" / "tokenizer.json").read_text())
+    del state["model"]["vocab"]["!"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    assert text.load_tokenizer(tmp_path).vocab_size == 320
 
 
 def test_a_saved_tokenizer_loads_again_equal(tmp_path: Path) -> None:

@@ -1,0 +1,146 @@
+"""Your own reward function and prompts: `module:function` and a JSON Lines file (docs/TASKS.md).
+
+    # my_reward.py
+    def reward(item, completion):
+        return 1.0 if completion.strip() == item.row["answer"] else 0.0
+
+`item` is a `fp4rl_jax.tasks.Item`: `.prompt`, `.messages`, `.answer`, and `.row` with all columns.
+The function returns a finite number (1.0 and more counts as correct), a pair (number, parts) or a
+`Reward`. Anything else, None and NaN included, stops the run with an error that names the prompt;
+so does an exception.
+
+Prompts: rows with `prompt` (text) or `messages` (a list of {"role", "content"}), and optionally
+`answer`. They come from a file (`train = "prompts.jsonl"`) or from code (`train =
+"my_reward:train_rows"`, a function without arguments that returns a list of such rows).
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fp4rl_jax.arrays import unknown_name
+from fp4rl_jax.tasks._base import Item, Source, Task, require_share, unit_hash, user_message
+from fp4rl_jax.tasks._jsonl import Row, split_rows, text_field, text_key
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Where the function and the prompts are.
+
+    Attributes:
+        reward: `module:function`, or `path/to/file.py:function`.
+        train: a .jsonl path, or `module:function` (or `file.py:function`) that returns rows.
+        eval: the same for held-out prompts; training rows that are also here are dropped.
+            Empty: `eval_share` of the prompts of `train` are held out.
+        eval_share: see `eval`, 0 <= share < 1.
+    """
+
+    reward: str = ""
+    train: str = ""
+    eval: str = ""
+    eval_share: float = 0.1
+
+    def __post_init__(self) -> None:
+        require_share(eval_share=self.eval_share)
+
+
+def example_config(folder: Path) -> Config:
+    """A reward function and six prompts, written under `folder`."""
+    code = "def reward(item, completion):\n    return float(completion == item.answer)\n"
+    (folder / "example_reward.py").write_text(code)
+    rows = [{"prompt": f"Say {word}.", "answer": word} for word in ("a", "b", "c", "d", "e", "f")]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:4]))
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[3:]))
+    return Config(
+        reward=f"{folder / 'example_reward.py'}:reward",
+        train=str(folder / "prompts.jsonl"),
+        eval=str(folder / "held_out.jsonl"),
+    )
+
+
+def build(config: Config) -> Task:
+    """Builds the task.
+
+    Raises:
+        ValueError: `reward` or `train` is not set or names nothing that can be called (with the
+            nearest name), a row has no prompt, or a side has no row.
+        FileNotFoundError: a path that does not exist.
+        ModuleNotFoundError: a module that Python does not find.
+    """
+    if not config.train:
+        raise ValueError("train is not set: it takes a .jsonl path or 'module:function'")
+    scorer = _resolve("reward", config.reward)
+    train, held_out = _sources(config)
+    return Task(name="callable", train=train, eval=held_out, scorer=scorer)
+
+
+def _sources(config: Config) -> tuple[Source, Source]:
+    from_code = [":" in path and not path.endswith(".jsonl") for path in (config.train, config.eval)]
+    if not any(from_code):
+        return split_rows(config.train, config.eval, to_item=_to_item, eval_share=config.eval_share)
+    if config.eval and not all(from_code):
+        raise ValueError(f"train is {config.train!r} and eval {config.eval!r}: both files or both functions")
+    train = _called("train", config.train)
+    held_out = _called("eval", config.eval) if config.eval else []
+    if not config.eval:
+        held_out = [item for item in train if unit_hash(item.key) < config.eval_share]
+    keys = {item.key for item in held_out}
+    train = [item for item in train if item.key not in keys]
+    for side, items in (("train", train), ("eval", held_out)):
+        if not items:
+            raise ValueError(f"{config.train}: no row is left for {side} ({len(held_out)} are held out)")
+    return train, held_out
+
+
+def _called(field: str, where: str) -> list[Item]:
+    rows = _resolve(field, where)()
+    if not isinstance(rows, Sequence) or isinstance(rows, str):
+        raise ValueError(f"{field} {where!r} returned {type(rows).__name__}, expected a list of rows")
+    items = []
+    for index, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise ValueError(f"{field} {where!r}: row {index} is {type(row).__name__}, expected a dict")
+        items.append(_to_item(dict(row)))
+    return items
+
+
+def _to_item(row: Row) -> Item:
+    from_text = "messages" not in row
+    messages = user_message(text_field(row, "prompt")) if from_text else _messages(row["messages"])
+    key = text_key("\n".join(f"{m['role']}: {m['content']}" for m in messages))
+    answer = text_field(row, "answer") if "answer" in row else ""
+    return Item(key=key, messages=messages, answer=answer, row=row)
+
+
+def _messages(value: Any) -> tuple[Mapping[str, str], ...]:
+    shaped = isinstance(value, list) and value and all(isinstance(m, dict) for m in value)
+    if not shaped or not all(isinstance(m.get(k), str) for m in value for k in ("role", "content")):
+        raise ValueError(f"'messages' is {value!r}, expected a list of {{'role': ..., 'content': ...}}")
+    return tuple(value)
+
+
+def _resolve(field: str, where: str) -> Callable[..., Any]:
+    """The callable at `module:name` or `file.py:name`."""
+    place, colon, name = where.rpartition(":")
+    if not (place and colon and name):
+        raise ValueError(f"{field} is {where!r}, expected 'module:function' or 'file.py:function'")
+    module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    found = getattr(module, name, None)
+    if not callable(found):
+        known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise unknown_name(f"function in {place} (for {field})", name, known)
+    return found
+
+
+def _module_of_file(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path} (looked for it from {Path.cwd()})")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None  # a .py file always has both
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
