@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from absl import logging
 
-from fp4rl_jax import interchange, models, ops
+from fp4rl_jax import interchange, models
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.batch import Rollouts, TrainBatch
 from fp4rl_jax.config import Config
@@ -28,7 +28,7 @@ from fp4rl_jax.rollout import (
     sample,
     weight_checksums,
 )
-from fp4rl_jax.runs import RunDirectory, build_manifest
+from fp4rl_jax.runs import RunDirectory, build_manifest, precision
 from fp4rl_jax.tasks import Item, Task
 from fp4rl_jax.text import Tokenizer, byte_tokenizer, encode_prompts
 from fp4rl_jax.trainer import Learner, TrainState, abstract_state, backbone, init_state, plan, score_batch
@@ -64,6 +64,18 @@ def sides(config: Config, model: models.ModelConfig) -> Sides:
 def model_shape(config: Config) -> models.ModelConfig:
     """The model's description, without reading weights."""
     return config.model.shape if config.model.path is None else interchange.load_config(config.model.path)
+
+
+def precisions(
+    config: Config, model: models.ModelConfig, both: Sides
+) -> dict[str, dict[str, precision.SitePrecision]]:
+    """How each side executes each site: the trainer on a step's tokens, the rollout on its sequences."""
+    rows = config.loop.num_prompts * config.loop.group_size
+    tokens = rows * (config.rollout.prompt_width + config.rollout.max_new_tokens)
+    return {
+        "trainer": precision.site_precisions(model, both.trainer, num_rows=tokens),
+        "rollout": precision.site_precisions(model, both.rollout, num_rows=rows),
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,7 +207,7 @@ class Builder:
         both = {"trainer": self.sides.trainer, "rollout": self.sides.rollout}
         return build_manifest(
             seed=self.config.run.seed,
-            implementations={name: ops.report(side) for name, side in both.items()},
+            implementations=precision.implementations(precisions(self.config, self.model, self.sides)),
             numerics={name: {"dtype": side.dtype, "order": side.order} for name, side in both.items()},
             start_step=start,
         )

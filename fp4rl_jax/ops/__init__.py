@@ -7,6 +7,7 @@ from fp4rl_jax.ops.norms import rms_norm
 from fp4rl_jax.ops.operands import Prepared, prepare, prepare_weight
 from fp4rl_jax.ops.segments import Segment
 from fp4rl_jax.ops.spec import HIGH_PRECISION, MatmulSpec, Side, SideSpec, SiteSpecs
+from fp4rl_jax.ops.stats import quant_stats
 
 __all__ = [
     "HIGH_PRECISION",
@@ -21,6 +22,7 @@ __all__ = [
     "matmul",
     "prepare",
     "prepare_weight",
+    "quant_stats",
     "quantize_weight",
     "rms_norm",
 ]
