@@ -172,7 +172,7 @@ def _score_chunk(rollouts: Rollouts, chunk: list[Any], evaluator: Evaluator) -> 
             (
                 text,
                 reward.value,
-                evaluator.is_correct(reward),
+                reward.correct,
                 rollouts.finished[row],
                 mask.sum(),
             )

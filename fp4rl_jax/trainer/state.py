@@ -59,13 +59,10 @@ def abstract_state(shapes: PyTree, subset: Subset, config: TrainerConfig) -> Tra
 def _build(params: PyTree, subset: Subset, config: TrainerConfig) -> TrainState:
     trainable, frozen = split(params, subset)
     trainable = {path: jnp.asarray(x, dtype_of(config.master_dtype)) for path, x in trainable.items()}
-    zero = jnp.zeros([], jnp.int32)
+    counters = ("updates", "params_version", "skipped", "skipped_total")
     return TrainState(
         trainable=trainable,
         frozen={path: jnp.asarray(x, dtype_of(config.frozen_dtype)) for path, x in frozen.items()},
         opt_state=optimizer(config.optim).init(trainable),
-        updates=zero,
-        params_version=zero,
-        skipped=zero,
-        skipped_total=zero,
+        **{name: jnp.zeros([], jnp.int32) for name in counters},  # a buffer each: the state is donated
     )
