@@ -215,7 +215,7 @@ def fold_outer(operand: Operand, axis: int) -> Operand:
 def by_row(operand: Prepared) -> bool:
     """Whether every row of the operand has an outer scale of its own."""
     scale = operand.outer_scale
-    return scale is not None and scale.ndim == operand.ndim and scale.shape[-2] > 1
+    return scale is not None and scale.ndim == operand.ndim and math.prod(scale.shape[:-1]) > 1
 
 
 def _contract(plan: Plan, x: Prepared, w: Prepared, *, dims: tuple[int, int]) -> Array:
