@@ -128,9 +128,7 @@ class Builder:
         params, sides = state.params, self.sides
         published = publish(params, config=self.model, side=sides.rollout, version=state.params_version)
         ours = weight_checksums(params, config=self.model, side=sides.trainer)
-        compare_checksums(
-            published.checksums, ours, rollout_side=sides.rollout, trainer_side=sides.trainer
-        )
+        compare_checksums(published.checksums, ours, rollout_side=sides.rollout, trainer_side=sides.trainer)
         return published
 
     def reference(self, base: Any) -> Callable[[TrainBatch], Array] | None:

@@ -174,7 +174,12 @@ def _finish(job: Job, state: TrainState, host: Mapping[str, Any], progress: Prog
     if after is None or before is None:
         return
     change = bootstrap_mean(np.array(after) - np.array(before))
-    values = {"metric": "pass@1 after - before", "value": change.value, "low": change.low, "high": change.high}
+    values = {
+        "metric": "pass@1 after - before",
+        "value": change.value,
+        "low": change.low,
+        "high": change.high,
+    }
     job.directory.write_eval(job.steps, "difference", {**values, "count": len(after)})
     progress.message(
         f"pass@1 after - before: {change.value:+.3f} [{change.low:+.3f}, {change.high:+.3f}], "

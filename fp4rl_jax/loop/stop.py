@@ -8,7 +8,6 @@ from types import FrameType
 from absl import logging
 
 
-
 class StopRequest:
     """Whether the process has been asked to stop, and by which signal."""
 

@@ -97,9 +97,7 @@ def train_step(state: TrainState, number: int, parts: Parts) -> tuple[TrainState
     problems = tuple(_problems(number, learned.outcomes, collected))
     for line in problems:
         logging.warning("%s", line)
-    return state, Step(
-        row=row, collected=collected, trainer_logprobs=learned.old_logprobs, problems=problems
-    )
+    return state, Step(row=row, collected=collected, trainer_logprobs=learned.old_logprobs, problems=problems)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

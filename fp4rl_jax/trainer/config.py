@@ -86,7 +86,9 @@ def _check_optim(optim: OptimConfig) -> None:
     _require(optim.lr >= 0, "trainer.optim.lr", optim.lr, "a number >= 0")
     if optim.schedule != "constant":
         steps = optim.decay_steps
-        _require(bool(steps and steps > 0), "trainer.optim.decay_steps", steps, f"a count for {optim.schedule}")
+        _require(
+            bool(steps and steps > 0), "trainer.optim.decay_steps", steps, f"a count for {optim.schedule}"
+        )
     if optim.clip_norm is not None:
         _require(optim.clip_norm > 0, "trainer.optim.clip_norm", optim.clip_norm, "a number > 0, or none")
 

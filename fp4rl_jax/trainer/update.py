@@ -179,9 +179,7 @@ def _backbone(state: TrainState, learner: Learner) -> PyTree:
     return backbone(state.frozen, model=learner.model, side=learner.side)
 
 
-def _accumulate(
-    state: TrainState, base: PyTree, shares: TrainBatch, learner: Learner
-) -> tuple[Flat, _Parts]:
+def _accumulate(state: TrainState, base: PyTree, shares: TrainBatch, learner: Learner) -> tuple[Flat, _Parts]:
     """Sums the gradients of the loss sums over microbatches, in order."""
     frozen, base = jax.lax.stop_gradient((state.frozen, base))
 

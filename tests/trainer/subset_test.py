@@ -35,7 +35,9 @@ def test_a_suffix_of_the_layers_and_one_leaf_kind():
     assert frozen["layers/above/attn_norm"].shape == (2, 2)
 
 
-@pytest.mark.parametrize("patterns", [("*",), ("layers/3/*",), ("embed",), ("layers/[23]/attn/q", "final_norm")])
+@pytest.mark.parametrize(
+    "patterns", [("*",), ("layers/3/*",), ("embed",), ("layers/[23]/attn/q", "final_norm")]
+)
 def test_merge_inverts_split(patterns):
     joined = join_layers(merge(*split(PARAMS, plan(PARAMS, patterns, num_layers=L))))
     assert joined.keys() == PARAMS.keys()
@@ -49,7 +51,9 @@ def test_no_layer_trained_freezes_all_of_them():
 
 
 def test_layers_that_are_no_suffix_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"layers/attn/q is selected in layers \[1\], expected none or all of 1..3"):
+    with pytest.raises(
+        ValueError, match=r"layers/attn/q is selected in layers \[1\], expected none or all of 1..3"
+    ):
         plan(PARAMS, ("layers/1/attn/q",), num_layers=L)
     with pytest.raises(ValueError, match=r"layers/attn/k is selected in layers \[3\]"):
         plan(PARAMS, ("layers/[23]/attn/q", "layers/3/attn/k"), num_layers=L)

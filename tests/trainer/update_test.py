@@ -19,7 +19,8 @@ from fp4rl_jax.trainer import Learner, OptimConfig, TrainerConfig, backbone, ini
 
 MODEL = models.ModelConfig(vocab_size=40, num_layers=3, d_model=32, num_heads=2, num_kv_heads=1, d_ff=48)
 ROWS, GROUP, WIDTH, NEW = 8, 4, 5, 6
-OPTIM = OptimConfig(lr=1e-2, clip_norm=1.0)
+#: One update moves a parameter by -lr * g / (|g| + 1), from which the gradient can be read.
+OPTIM = OptimConfig(lr=1.0, b1=0.0, b2=0.0, eps=1.0, clip_norm=1.0)
 
 
 def make_learner(recipe=bf16, *, order="free", dtype="float32", **trainer) -> Learner:
@@ -90,13 +91,11 @@ def test_update_equals_the_straight_line_form():
     np.testing.assert_allclose(outcome.trainer_logprobs, logprobs, atol=2e-5)
     np.testing.assert_allclose(outcome.grad_norm, optax.tree.norm(grads), rtol=1e-4)
     scale = min(1.0, 1.0 / float(optax.tree.norm(grads)))
-    expected = jax.tree.map(lambda p, g: p - 1e-2 * g * scale / (jnp.abs(g * scale) + 1e-8), params, grads)
-    tight = 1e-5 * 1e-2  # steps are lr * g / (|g| + eps): compare where |g| is far from eps
-    for path, want in jax.tree_util.tree_leaves_with_path(expected):
+    for path, gradient in jax.tree_util.tree_leaves_with_path(grads):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        got, first = np.asarray(new.trainable[name]), np.asarray(state.trainable[name])
-        moved = np.abs(np.asarray(want) - first) > 0.9e-2
-        np.testing.assert_allclose(got[moved], np.asarray(want)[moved], atol=tight)
+        want = -np.asarray(gradient) * scale / (np.abs(gradient) * scale + 1.0)
+        got = np.asarray(new.trainable[name]) - np.asarray(state.trainable[name])
+        np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max() + 1e-7, err_msg=name)
     assert int(new.updates) == 1 and bool(outcome.applied)
 
 
@@ -128,7 +127,7 @@ def test_frozen_parameters_stay_and_trained_ones_move():
     for path, leaf in new.frozen.items():
         np.testing.assert_array_equal(leaf, state.frozen[path])
     for path, leaf in new.trainable.items():
-        assert float(jnp.max(jnp.abs(leaf - state.trainable[path]))) == pytest.approx(1e-2, rel=1e-2)
+        assert float(jnp.max(jnp.abs(leaf - state.trainable[path]))) > 0, path
 
 
 @pytest.mark.parametrize("where", ["advantages", "rollout_logprobs"])
