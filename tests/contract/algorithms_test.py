@@ -109,6 +109,17 @@ def test_microbatches_give_the_same_loss(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_sharding_over_devices_gives_the_same_loss(name):
+    module, config, batch, logprobs, weights = _case(name)
+    whole = _jitted(module)(logprobs, batch, weights, config)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    sharded = _jitted(module)(*jax.device_put((logprobs, batch, weights), rows), config)
+    assert int(sharded.count) == int(whole.count)
+    assert abs(float(sharded.sum) - float(whole.sum)) <= 4 * np.spacing(np.abs(np.float32(whole.sum)))
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_gradients_add_up_over_microbatches(name):
     module, config, batch, logprobs, weights = _case(name)
     grad = _value_and_grad(module)
