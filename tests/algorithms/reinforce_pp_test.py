@@ -32,6 +32,7 @@ def test_kl_in_the_reward_by_hand(case):
 
 
 def test_kl_in_the_reward_needs_the_reference(case):
+    assert reinforce_pp.Config(reward_kl_coef=0.1).needs_reference
     with pytest.raises(ValueError, match="ref_logprobs"):
         reinforce_pp.prepare(case.rollouts, case.rewards, reinforce_pp.Config(reward_kl_coef=0.1))
 

@@ -89,6 +89,8 @@ def test_config_is_frozen_and_hashable_by_value(name):
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(module.Config(), field, 1.0)
     module.validate(module.Config(), group_size=8)
+    assert not module.Config().needs_reference
+    assert dataclasses.replace(module.Config(), kl_coef=0.1).needs_reference
 
 
 @pytest.mark.parametrize("name", NAMES)
