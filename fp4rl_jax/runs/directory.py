@@ -46,7 +46,7 @@ MAY_CHANGE = (
     ),
 )
 
-CONFIG, MANIFEST = "config.json", "manifest.json"
+CONFIG, MANIFEST, CHECKPOINTS = "config.json", "manifest.json", "checkpoints"
 METRICS, EVALS, TRANSCRIPTS = "metrics.jsonl", "evals.jsonl", "transcripts.jsonl"
 
 
@@ -54,8 +54,8 @@ class RunDirectory:
     """One run on disk, held by this process until `close`.
 
     Make one with `open`; then restore from `checkpoints` if it is `resumed` and there are any, call
-    `start(step)` and `write_manifest`, which makes the folder a run that `open` knows again, and use
-    `metrics`, `write_transcripts` and `write_eval` until `close`. Usable as a context manager.
+    `start(step)` and `write_manifest`, and use `metrics`, `write_transcripts` and `write_eval` until
+    `close`. Usable as a context manager.
 
     Attributes:
         path: the folder.
@@ -74,7 +74,7 @@ class RunDirectory:
         self._lock = lock
         self._open: list[Any] = []
         self.checkpoints = Checkpointer(
-            self.path / "checkpoints",
+            self.path / CHECKPOINTS,
             keep_last=config.keep_last,
             keep_best=config.keep_best,
             score=self._best_score,
@@ -169,7 +169,7 @@ class RunDirectory:
         """Saves manifest.json; what an earlier start of the same run wrote moves to `earlier_starts`."""
         path = self.path / MANIFEST
         plain, earlier = files.plain_value(manifest), []
-        if path.exists():
+        if self.resumed and path.exists():
             saved = files.read_json(path)
             for key, old, new in manifest_changes(saved, plain):
                 logging.warning(
@@ -212,8 +212,10 @@ class _Follower(RunDirectory):
 
 
 def begun(path: Path) -> bool:
-    """Whether a folder holds a run that got as far as its manifest; what failed before then left nothing."""
-    return (path / CONFIG).exists() and (path / MANIFEST).exists()
+    """Whether a folder holds a run with anything to lose: a line of its records, or a checkpoint."""
+    lines = any((path / name).exists() and (path / name).stat().st_size for name in (METRICS, EVALS))
+    saved = (path / CHECKPOINTS).is_dir() and any((path / CHECKPOINTS).iterdir())
+    return (path / CONFIG).exists() and (lines or saved)
 
 
 def _claim(config: RunConfig, plain: Mapping[str, Any], may_change: tuple[str, ...]) -> tuple[int, bool]:
