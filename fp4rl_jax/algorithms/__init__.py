@@ -3,6 +3,7 @@
 Every file defines
 
 * `Config`: frozen, hashable; its defaults are the published setting; refuses values out of range;
+  `needs_reference` says whether a frozen reference must score the rollouts before `prepare`;
 * `validate(config, *, group_size)`: refuses a group size that cannot work, at configuration time;
 * `prepare(rollouts, rewards, config, *, ref_logprobs=None) -> TrainBatch`;
 * `loss(trainer_logprobs, batch, weights, config) -> Loss`: pure, jit-friendly (config static);

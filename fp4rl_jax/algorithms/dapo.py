@@ -50,6 +50,11 @@ class Config:
             raise ValueError(f"overlong_share is {self.overlong_share}, expected 0 < overlong_share <= 1")
         check_name("dynamic_sampling", self.dynamic_sampling, ("on", "off"))
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether `prepare` must be given ref_logprobs."""
+        return self.kl_coef > 0
+
 
 def validate(config: Config, *, group_size: int) -> None:
     """Raises ValueError: the baseline is the group, a group of one has none."""

@@ -38,6 +38,11 @@ class Config:
         _common.require_positive(clip_low=self.clip_low, clip_high=self.clip_high, std_eps=self.std_eps)
         _common.require_not_negative(kl_coef=self.kl_coef)
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether `prepare` must be given ref_logprobs."""
+        return self.kl_coef > 0
+
 
 def validate(config: Config, *, group_size: int) -> None:
     """Raises ValueError: the baseline is the group, a group of one has none."""

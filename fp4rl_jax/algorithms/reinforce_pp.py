@@ -41,6 +41,11 @@ class Config:
         _common.require_positive(clip_low=self.clip_low, clip_high=self.clip_high, std_eps=self.std_eps)
         _common.require_not_negative(kl_coef=self.kl_coef, reward_kl_coef=self.reward_kl_coef)
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether `prepare` must be given ref_logprobs."""
+        return self.kl_coef > 0 or self.reward_kl_coef > 0
+
 
 def validate(config: Config, *, group_size: int) -> None:
     """Raises ValueError unless group_size is positive: a prompt needs no second completion."""

@@ -32,6 +32,11 @@ class Config:
     def __post_init__(self) -> None:
         _common.require_not_negative(kl_coef=self.kl_coef)
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether `prepare` must be given ref_logprobs."""
+        return self.kl_coef > 0
+
 
 def validate(config: Config, *, group_size: int) -> None:
     """Raises ValueError: the baseline is the group, a group of one has none."""

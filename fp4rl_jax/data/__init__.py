@@ -1,6 +1,5 @@
 """Which problems a step trains on: deterministic, resumable, the same for any number of hosts."""
 
-from fp4rl_jax.data.padding import left_pad
 from fp4rl_jax.data.prompts import Prompts, eval_batches
 
-__all__ = ["Prompts", "eval_batches", "left_pad"]
+__all__ = ["Prompts", "eval_batches"]

@@ -5,7 +5,7 @@ names the shapes, dtypes and units of what it takes. Read `means.py` first: it s
 carries its denominator.
 """
 
-from fp4rl_jax.objectives.means import Sums, masked_sequence_sum, masked_sum, merge, row_means
+from fp4rl_jax.objectives.means import Sums, masked_sequence_sum, masked_sum, merge, row_means, summed
 from fp4rl_jax.objectives.mismatch import mismatch_metrics
 
-__all__ = ["Sums", "masked_sequence_sum", "masked_sum", "merge", "mismatch_metrics", "row_means"]
+__all__ = ["Sums", "masked_sequence_sum", "masked_sum", "merge", "mismatch_metrics", "row_means", "summed"]

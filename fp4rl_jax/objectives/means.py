@@ -62,6 +62,24 @@ def merge(*parts: Mapping[str, Sums]) -> dict[str, Sums]:
     return {key: reduce(Sums.__add__, (part[key] for part in parts)) for key in parts[0]}
 
 
+def summed(stacked: Mapping[str, Sums]) -> dict[str, Sums]:
+    """Adds sums that are stacked along a leading axis, e.g. those of the microbatches of a scan.
+
+    Args:
+        stacked: by key, Sums whose three words are [M].
+
+    Returns:
+        The same keys with [] words; equal to `merge` of the M parts to the last bit of `total`.
+    """
+    return {key: _summed(sums) for key, sums in stacked.items()}
+
+
+def _summed(stacked: Sums) -> Sums:
+    low = jnp.broadcast_to(jnp.asarray(stacked.carry, jnp.float32), stacked.total.shape)
+    total, carry = _two_sum(*_tree_sum(stacked.total, low))
+    return Sums(total=total, count=jnp.sum(stacked.count, dtype=stacked.count.dtype), carry=carry)
+
+
 def masked_sum(values: Array, mask: Array) -> Sums:
     """Sums `values` where `mask`, over all axes.
 

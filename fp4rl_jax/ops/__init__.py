@@ -2,9 +2,10 @@
 
 from fp4rl_jax.ops.attention import attention
 from fp4rl_jax.ops.grouped import grouped_matmul
-from fp4rl_jax.ops.matmul import matmul, quantize_weight
+from fp4rl_jax.ops.matmul import matmul
 from fp4rl_jax.ops.norms import rms_norm
-from fp4rl_jax.ops.operands import Prepared, prepare, prepare_weight
+from fp4rl_jax.ops.operands import Prepared, prepare, prepare_weight, quantize_weight
+from fp4rl_jax.ops.rounding import pointwise
 from fp4rl_jax.ops.segments import Segment
 from fp4rl_jax.ops.spec import HIGH_PRECISION, MatmulSpec, Side, SideSpec, SiteSpecs
 from fp4rl_jax.ops.stats import quant_stats
@@ -20,6 +21,7 @@ __all__ = [
     "attention",
     "grouped_matmul",
     "matmul",
+    "pointwise",
     "prepare",
     "prepare_weight",
     "quant_stats",

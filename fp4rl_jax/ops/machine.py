@@ -8,6 +8,7 @@ float32 and in bfloat16 dots alike, so the operand dtype is a matter of speed on
 import dataclasses
 import functools
 import pathlib
+from typing import Any
 
 import jax
 
@@ -44,8 +45,8 @@ def current() -> Machine:
 
 
 @functools.cache
-def of_device(device: jax.Device) -> Machine:
-    """Describes one device."""
+def of_device(device: Any) -> Machine:
+    """Describes one jax device."""
     if device.platform == "cpu":
         flags = _cpu_flags(pathlib.Path("/proc/cpuinfo"))
         narrow = "bfloat16" if flags.intersection(BFLOAT16_FLAGS) else "float32"

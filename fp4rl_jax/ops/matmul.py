@@ -17,6 +17,7 @@ used as it is.
 import dataclasses
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,16 @@ from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.ops import kernels
 from fp4rl_jax.ops import machine as machines
 from fp4rl_jax.ops.machine import Machine
-from fp4rl_jax.ops.operands import FLOAT32, Prepared, decode, is_narrow, operand_dtype
+from fp4rl_jax.ops.operands import (
+    FLOAT32,
+    Prepared,
+    decode,
+    encode,
+    encode_weight,
+    is_narrow,
+    operand_dtype,
+    over_stack,
+)
 from fp4rl_jax.ops.spec import HIGH_PRECISION, MatmulSpec, Order
 from fp4rl_jax.qtensor import QTensor
 from fp4rl_jax.quantizers import Quantizer
@@ -86,136 +96,138 @@ def matmul(
     return _matmul(plan, x, w, key, hint)
 
 
+class Saved(NamedTuple):
+    """Residuals of the vjp; `x_like` and `w_like` are empty arrays that carry dtypes."""
+
+    x: Array | Prepared | None
+    w: Array | Prepared
+    x_like: Array
+    w_like: Array | None
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(plan: Plan, x: Array, w: Operand, key: Array | None, hint: PyTree) -> Array:
     return _forward(plan, x, w, key, hint)[0]
 
 
-def quantize_operands(
-    spec: MatmulSpec, x: Array, w: Operand, key: Array | None, hint: PyTree
-) -> tuple[Operand, Operand]:
-    """Quantizes x (all its rows at once) and, unless it was published already, w."""
-    if spec.act is not None:
-        x_q = spec.act.quantize(x, axis=-1, key=fold_key(key, 0), hint=hint)
+def decoded_operands(
+    plan: Plan, x: Array, w: Operand, key: Array | None, hint: PyTree
+) -> tuple[Prepared, Prepared]:
+    """The forward operands: x quantized (all its rows at once), and w unless it was published."""
+    spec = plan.spec
+    if not isinstance(w, QTensor | Prepared) and spec.weight is not None:
+        dtype = operand_dtype(plan.machine, spec.act or x, spec.weight)
+        w_d = encode_weight(spec.weight, w, dtype, key=fold_key(key, 1))
     else:
-        x_q = x
-    if isinstance(w, QTensor | Prepared):
-        return x_q, w
-    if spec.weight is not None:
-        return x_q, quantize_weight(w, spec.weight, key=fold_key(key, 1))
-    return x_q, w.astype(x.dtype)
-
-
-def quantize_weight(w: Array, quantizer: Quantizer, *, key: Array | None = None) -> QTensor:
-    """Quantizes a weight, or a stack of weights, along its last axis.
-
-    The trainer's matmul and the publishing of rollout weights both call this one function. Every
-    [N, K] matrix of a stack (layers, experts) gets an outer scale of its own.
-
-    Args:
-        w: [..., N, K] in the master dtype.
-        quantizer: of the weight.
-        key: for a stochastic quantizer; every matrix gets its own.
-
-    Returns:
-        QTensor of shape [..., N, K].
-    """
-    if w.ndim == 2:
-        return quantizer.quantize(w, axis=-1, key=key)
-    if key is None:
-        return jax.vmap(lambda part: quantize_weight(part, quantizer))(w)
-    keys = jax.random.split(key, w.shape[0])
-    return jax.vmap(lambda part, k: quantize_weight(part, quantizer, key=k))(w, keys)
+        w = w if isinstance(w, QTensor | Prepared) else w.astype(x.dtype)
+        dtype = operand_dtype(plan.machine, spec.act or x, w)
+        w_d = decode(w, dtype)
+    if spec.act is None:
+        return decode(x, dtype), w_d
+    return encode(spec.act, x, dtype, key=fold_key(key, 0), hint=hint), w_d
 
 
 def _forward(plan: Plan, x: Array, w: Operand, key: Array | None, hint: PyTree):
-    x_q, w_q = quantize_operands(plan.spec, x, w, key, hint)
-    dtype = operand_dtype(plan.machine, x_q, w_q)
-    x_d, w_d = decode(x_q, dtype), decode(w_q, dtype)
+    x_d, w_d = decoded_operands(plan, x, w, key, hint)
     y = _contract(plan, flatten(x_d), w_d, dims=(1, 1))
     y = y.astype(plan.out_dtype).reshape(*x.shape[:-1], -1)
     return y, (x_d, w_d)
 
 
-def _matmul_fwd(plan: Plan, x: Array, w: Operand, key: Array | None, hint: PyTree):
-    y, (x_d, w_d) = _forward(plan, x, w, key, hint)
-    spec, published = plan.spec, isinstance(w, QTensor | Prepared)
+def to_save(spec: MatmulSpec, x: Array, w: Operand, decoded: tuple[Prepared, Prepared]) -> Saved:
+    """What the backward needs of x and w, as its mode asks; a published w gets no gradient."""
+    published = isinstance(w, QTensor | Prepared)
     original = spec.backward in ("high_precision", "requantized")
-    x_saved = x if original or spec.act is None else x_d
-    w_saved = w if not published and (original or spec.weight is None) else w_d
-    empty = (jnp.zeros((0,), x.dtype), None if published else jnp.zeros((0,), w.dtype))
-    return y, (
-        None if published else x_saved,
-        w_saved,
-        empty,
-        key,
-    )  # published: no gradient to w
+    x_saved = x if original or spec.act is None else decoded[0]
+    w_saved = w if not published and (original or spec.weight is None) else decoded[1]
+    return Saved(
+        x=None if published else x_saved,
+        w=w_saved,
+        x_like=jnp.zeros((0,), x.dtype),
+        w_like=None if published else jnp.zeros((0,), w.dtype),
+    )
 
 
-def _matmul_bwd(plan: Plan, saved, dy: Array):
-    x, w, (x_like, w_like), key = saved
+def _matmul_fwd(plan: Plan, x: Array, w: Operand, key: Array | None, hint: PyTree):
+    y, decoded = _forward(plan, x, w, key, hint)
+    return y, (to_save(plan.spec, x, w, decoded), key)
+
+
+def _matmul_bwd(plan: Plan, residuals, dy: Array):
+    saved, key = residuals
     dy2 = dy.reshape(-1, dy.shape[-1])  # [M, N]
-    dx = _dgrad(plan, dy2, w, fold_key(key, 2))
-    dx = dx.astype(x_like.dtype).reshape(*dy.shape[:-1], -1)
-    if w_like is None:
+    dx = _dgrad(plan, dy2, saved.w, fold_key(key, 2))
+    dx = dx.astype(saved.x_like.dtype).reshape(*dy.shape[:-1], -1)
+    if saved.w_like is None:
         return dx, None, None, None
-    dw = _wgrad(plan, dy2, x, fold_key(key, 3))
-    return dx, dw.astype(w_like.dtype), None, None
+    dw = _wgrad(plan, dy2, saved.x, fold_key(key, 3))
+    return dx, dw.astype(saved.w_like.dtype), None, None
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
-def _dgrad(plan: Plan, dy: Array, w: Operand, key: Array | None) -> Array:
+def quantized_along(
+    quantizer: Quantizer | None, x: Array, *, key: Array | None = None
+) -> tuple[Array | QTensor, bool]:
+    """x [R, S] quantized along its first axis, transposed to [S, R]; or x itself and False."""
+    if quantizer is None:
+        return x, False
+    return over_stack(
+        lambda part, k: quantizer.quantize(part, axis=-1, key=k), jnp.swapaxes(x, -1, -2), key
+    ), True
+
+
+def dgrad_operands(spec: MatmulSpec, dy: Array, w: Array | Prepared, key: Array | None):
+    """dy [M, N] and w for dx = dy @ w, and whether w came transposed (blocks along N)."""
+    dy_q = dy if spec.grad is None else spec.grad.quantize(dy, axis=-1, key=key)
+    if isinstance(w, Prepared):
+        return dy_q, fold_outer(w), False
+    if spec.backward == "requantized" and spec.weight is not None:
+        return dy_q, *quantized_along(spec.weight, w)
+    return dy_q, w.astype(dy.dtype), False  # rounded as the forward product rounds it
+
+
+def wgrad_operands(spec: MatmulSpec, dy: Array, x: Array | Prepared, key: Array | None):
+    """dy and x for dw = dy.T @ x, each with whether it came transposed (blocks along M)."""
+    dy_q = quantized_along(spec.grad, dy, key=key)
+    if isinstance(x, Prepared):
+        return dy_q, (fold_outer(flatten(x)), False)
+    x = x.reshape(-1, x.shape[-1])
+    return dy_q, quantized_along(spec.act if spec.backward == "requantized" else None, x)
+
+
+def _dgrad(plan: Plan, dy: Array, w: Array | Prepared, key: Array | None) -> Array:
     """dy [M, N] times w [N, K], contracting N."""
-    spec = plan.spec
-    dy_q: Operand = dy if spec.grad is None else spec.grad.quantize(dy, axis=-1, key=key)
-    if spec.backward == "requantized" and spec.weight is not None and not isinstance(w, QTensor | Prepared):
-        w_q = spec.weight.quantize(w.T, axis=-1)  # [K, N], blocks along N
-        return _product(plan, (dy_q, w_q), dims=(1, 1))
-    return _product(plan, (dy_q, rounded(w, dy.dtype)), dims=(1, 0))
+    dy_q, w_q, transposed = dgrad_operands(plan.spec, dy, w, key)
+    return _product(plan, dy_q, w_q, dims=(1, int(transposed)))
 
 
-def _wgrad(plan: Plan, dy: Array, x: Operand, key: Array | None) -> Array:
-    """dy [M, N] times x [M, K], contracting M."""
-    spec, free = (
-        plan.spec,
-        dataclasses.replace(plan, order="free"),
-    )  # a sum over rows by nature
-    x = flatten(x)
-    dy_q: Operand = dy if spec.grad is None else spec.grad.quantize(dy.T, axis=-1, key=key)
-    dy_axis = 0 if spec.grad is None else 1
-    if spec.backward == "requantized" and spec.act is not None and not isinstance(x, Prepared):
-        x_q = spec.act.quantize(x.T, axis=-1)  # [K, M], blocks along M
-        return _product(free, (dy_q, x_q), dims=(dy_axis, 1))
-    return _product(free, (dy_q, x), dims=(dy_axis, 0))
+def _wgrad(plan: Plan, dy: Array, x: Array | Prepared, key: Array | None) -> Array:
+    """dy [M, N] times x [M, K], contracting M: a sum over rows, so its order is always free."""
+    (dy_q, dy_transposed), (x_q, x_transposed) = wgrad_operands(plan.spec, dy, x, key)
+    free = dataclasses.replace(plan, order="free")
+    return _product(free, dy_q, x_q, dims=(int(dy_transposed), int(x_transposed)))
 
 
-def rounded(w: Operand, dtype: jnp.dtype) -> Operand:
-    """A master weight rounded to the activations' dtype, as the forward product rounds it."""
-    return w if isinstance(w, QTensor | Prepared) else w.astype(dtype)
+def _product(plan: Plan, a: Operand, b: Operand, *, dims: tuple[int, int]) -> Array:
+    dtype = operand_dtype(plan.machine, a, b)
+    return _contract(plan, decode(a, dtype), decode(b, dtype), dims=dims)
 
 
-def _product(plan: Plan, operands: tuple[Operand, Operand], *, dims: tuple[int, int]) -> Array:
-    folded = tuple(fold_outer(op, axis) for op, axis in zip(operands, dims, strict=True))
-    dtype = operand_dtype(plan.machine, *folded)
-    return _contract(plan, decode(folded[0], dtype), decode(folded[1], dtype), dims=dims)
-
-
-def fold_outer(operand: Operand, axis: int) -> Operand:
-    """Multiplies row scales into the values where the rows themselves are contracted."""
-    if not isinstance(operand, Prepared) or axis == 1 or not by_row(operand):
+def fold_outer(operand: Prepared) -> Prepared:
+    """Multiplies row scales into the values, for a product that contracts the rows."""
+    if operand.outer_scale is None or not by_row(operand):
         return operand
     values = operand.operand.astype(FLOAT32) * operand.outer_scale
     if operand.exact and is_narrow(operand):  # power-of-two scales keep 8 significant bits
-        return Prepared(operand=values.astype(jnp.bfloat16), source=operand.source)
-    return Prepared(operand=values, source="float32", exact=False)
+        return Prepared(operand=values.astype(operand.operand.dtype), source=operand.source)
+    return Prepared(operand=values)
 
 
 def by_row(operand: Prepared) -> bool:
     """Whether every row of the operand has an outer scale of its own."""
-    scale = operand.outer_scale
-    return scale is not None and scale.ndim == operand.ndim and math.prod(scale.shape[:-1]) > 1
+    return operand.outer_scale is not None and operand.outer_scale.ndim == operand.ndim
 
 
 def _contract(plan: Plan, x: Prepared, w: Prepared, *, dims: tuple[int, int]) -> Array:
@@ -228,13 +240,13 @@ def _contract(plan: Plan, x: Prepared, w: Prepared, *, dims: tuple[int, int]) ->
     return jax.lax.optimization_barrier(y) if plan.order == "fixed" else y
 
 
-def flatten(x: Operand) -> Operand:
-    """[..., K] operands as [M, K]; row scales as [M, 1]."""
-    if isinstance(x, Prepared):
-        rows = math.prod(x.operand.shape[:-1])
-        scale = x.outer_scale if x.outer_scale is None or not by_row(x) else x.outer_scale.reshape(rows, 1)
-        return x.replace(operand=x.operand.reshape(rows, -1), outer_scale=scale)
-    return x.reshape(-1, x.shape[-1])
+def flatten(x: Prepared) -> Prepared:
+    """[..., K] as [M, K], row scales as [M, 1]."""
+    rows = math.prod(x.shape[:-1])
+    scale = x.outer_scale
+    if scale is not None and by_row(x):
+        scale = scale.reshape(rows, 1)
+    return Prepared(operand=x.operand.reshape(rows, -1), outer_scale=scale, source=x.source, exact=x.exact)
 
 
 def fold_key(key: Array | None, number: int) -> Array | None:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.lax import optimization_barrier
 
 from fp4rl_jax.arrays import Array
-from fp4rl_jax.ops.rounding import tree_sum
+from fp4rl_jax.ops.rounding import pointwise, tree_sum
 from fp4rl_jax.ops.spec import Order
 
 
@@ -26,8 +26,8 @@ def rms_norm(x: Array, weight: Array, *, eps: float, order: Order = "free") -> A
     x32 = x.astype(jnp.float32)
     square = x32 * x32
     if order == "fixed":
-        total = tree_sum(square)[..., None]
-        inverse = optimization_barrier(jax.lax.rsqrt(total / x.shape[-1] + eps))
+        mean = optimization_barrier(tree_sum(square)[..., None] / x.shape[-1])
+        inverse = pointwise(lambda m: jax.lax.rsqrt(m + eps), mean, order=order)
     else:
         inverse = jax.lax.rsqrt(jnp.mean(square, axis=-1, keepdims=True) + eps)
     out = ((x32 * inverse) * weight.astype(jnp.float32)).astype(x.dtype)

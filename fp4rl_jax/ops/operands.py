@@ -6,6 +6,9 @@ format whose outer scale differs inside a row (FP8 with block_size=128) must be 
 float32 first.
 """
 
+import dataclasses
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -14,6 +17,7 @@ from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.ops import machine as machines
 from fp4rl_jax.ops.machine import Machine
 from fp4rl_jax.qtensor import QTensor
+from fp4rl_jax.quantizers import Quantizer
 
 FLOAT32 = jnp.dtype(jnp.float32)
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
@@ -34,7 +38,7 @@ class Prepared:
 
     operand: Array
     outer_scale: Array | None = None
-    source: str = struct.field(pytree_node=False, default="")
+    source: str = struct.field(pytree_node=False, default="float32")
     exact: bool = struct.field(pytree_node=False, default=True)
 
     @property
@@ -48,17 +52,19 @@ class Prepared:
         return self.operand.ndim
 
 
-def is_narrow(operand: "Array | QTensor | Prepared") -> bool:
-    """Whether the operand's values (block scales applied) are exact in bfloat16."""
-    if isinstance(operand, QTensor):
-        return not _scales_inside_rows(operand)
-    dtype = operand.operand.dtype if isinstance(operand, Prepared) else operand.dtype
-    if isinstance(operand, Prepared) and operand.source not in ("", "float32"):
-        return True
-    return dtype == BFLOAT16
+def is_narrow(operand: "Array | QTensor | Prepared | Quantizer") -> bool:
+    """Whether an operand's values, block scales applied, are exact in bfloat16.
+
+    A quantizer answers for what it will make.
+    """
+    if isinstance(operand, QTensor | Quantizer):
+        return operand.fmt.span != "block"
+    if isinstance(operand, Prepared):
+        return operand.source != FLOAT32.name
+    return operand.dtype == BFLOAT16
 
 
-def operand_dtype(machine: Machine, *operands: "Array | QTensor | Prepared") -> jnp.dtype:
+def operand_dtype(machine: Machine, *operands: "Array | QTensor | Prepared | Quantizer") -> jnp.dtype:
     """The dtype of one dot: float32 if any operand needs it, else the machine's choice."""
     if all(is_narrow(operand) for operand in operands):
         return jnp.dtype(machine.narrow)
@@ -71,24 +77,62 @@ def decode(operand: "Array | QTensor | Prepared", dtype: jnp.dtype) -> Prepared:
     Exact: the values are not rounded; `operand_dtype` never asks for a dtype too small for them.
     """
     if isinstance(operand, Prepared):
-        return operand.replace(operand=operand.operand.astype(dtype))
+        return dataclasses.replace(operand, operand=operand.operand.astype(dtype))
     if not isinstance(operand, QTensor):
         return Prepared(operand=operand.astype(dtype), source=jnp.dtype(operand.dtype).name)
-    name = operand.fmt.name
-    if _scales_inside_rows(operand):
-        return Prepared(operand=operand.dequantize(dtype), source="float32", exact=False)
+    if not is_narrow(operand):
+        return Prepared(operand=operand.dequantize(FLOAT32), source=FLOAT32.name)
     return Prepared(
         operand=operand.inner(dtype),
         outer_scale=operand.outer_scale,
-        source=name,
+        source=operand.fmt.name,
         exact=operand.fmt.outer_is_power_of_two,
     )
 
 
-def _scales_inside_rows(q: QTensor) -> bool:
-    """Whether the outer scale differs along the contracted axis."""
-    scale = q.outer_scale
-    return scale is not None and scale.ndim == len(q.shape) and scale.shape[-1] > 1
+def encode(
+    quantizer: Quantizer, x: Array, dtype: jnp.dtype, *, key: Array | None = None, hint: PyTree = None
+) -> Prepared:
+    """Quantizes along the last axis and decodes at once: `decode(quantizer.quantize(x), dtype)`.
+
+    Exact: the same bits, without the packed codes in between.
+    """
+    fmt = quantizer.fmt
+    if not is_narrow(quantizer):
+        return decode(quantizer.quantize(x, axis=-1, key=key, hint=hint), dtype)
+    values, outer_scale = quantizer.inner(x, dtype=dtype, axis=-1, key=key, hint=hint)
+    return Prepared(operand=values, outer_scale=outer_scale, source=fmt.name, exact=fmt.outer_is_power_of_two)
+
+
+def encode_weight(quantizer: Quantizer, w: Array, dtype: jnp.dtype, *, key: Array | None = None) -> Prepared:
+    """`encode` of a weight [N, K], or of a stack whose matrices have scales of their own."""
+    return over_stack(lambda part, k: encode(quantizer, part, dtype, key=k), w, key)
+
+
+def quantize_weight(w: Array, quantizer: Quantizer, *, key: Array | None = None) -> QTensor:
+    """Quantizes a weight, or a stack of weights, along its last axis.
+
+    The codes and scales are those that the trainer's matmul uses (`encode_weight`). Every [N, K]
+    matrix of a stack (layers, experts) gets an outer scale of its own.
+
+    Args:
+        w: [..., N, K] in the master dtype.
+        quantizer: of the weight.
+        key: for a stochastic quantizer; every matrix gets its own.
+
+    Returns:
+        QTensor of shape [..., N, K].
+    """
+    return over_stack(lambda part, k: quantizer.quantize(part, axis=-1, key=k), w, key)
+
+
+def over_stack[T](fn: Callable[[Array, Array | None], T], w: Array, key: Array | None) -> T:
+    """Maps `fn(matrix, key)` over every axis of `w` before the last two."""
+    if w.ndim == 2:
+        return fn(w, key)
+    if key is None:
+        return jax.vmap(lambda part: over_stack(fn, part, None))(w)
+    return jax.vmap(lambda part, k: over_stack(fn, part, k))(w, jax.random.split(key, w.shape[0]))
 
 
 def prepare(tree: PyTree) -> PyTree:

@@ -1,10 +1,16 @@
 """Roundings that carry meaning, and reductions whose order is written down."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax.lax import optimization_barrier
 
 from fp4rl_jax.arrays import Array
+from fp4rl_jax.ops.spec import Order
+
+#: Elements that `pointwise` computes together: whole vectors of every width.
+_RUN = 64
 
 
 def round_to(x: Array, dtype: jnp.dtype) -> Array:
@@ -34,3 +40,26 @@ def tree_sum(x: Array) -> Array:
         half = x.shape[-1] // 2
         x = x[..., :half] + x[..., half:]
     return optimization_barrier(x[..., 0])
+
+
+def pointwise(fn: Callable[..., Array], *arrays: Array, order: Order = "free") -> Array:
+    """Applies an elementwise function; in the fixed order an element's bits depend on it alone.
+
+    XLA on a CPU computes exp and its like in vectors and the last few elements one by one, with
+    other roundings, and may contract a product with a neighbouring sum. The fixed order pads to
+    whole runs of 64 elements and fences them off.
+
+    Args:
+        fn: elementwise, of as many arrays as are given; e.g. `jax.nn.silu`.
+        arrays: one shape.
+        order: "free" is `fn(*arrays)`.
+
+    Returns:
+        An array of that shape.
+    """
+    if order == "free":
+        return fn(*arrays)
+    shape, size = arrays[0].shape, arrays[0].size
+    padded = [jnp.pad(a.reshape(-1), (0, -size % _RUN)).reshape(-1, _RUN) for a in arrays]
+    out = optimization_barrier(fn(*optimization_barrier(tuple(padded))))
+    return out.reshape(-1)[:size].reshape(shape)

@@ -7,7 +7,7 @@ argument of `jax.jit`. Trainer and rollout each get their own `Side`; any pair i
 import dataclasses
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, get_args
 
 from fp4rl_jax.arrays import check_name, unknown_name
 from fp4rl_jax.quantizers import Quantizer
@@ -23,8 +23,9 @@ class MatmulSpec:
     Attributes:
         weight, act, grad: quantizers of w, x and dy; None leaves the operand unquantized.
         residual: the rollout's residual correction, or None.
-        backward: which operands the two gradient matmuls use. `dequantized` is the plain
-            straight-through estimator: dx = dy @ DQ(w), dw = dy.T @ DQ(x).
+        backward: which operands the two gradient matmuls use. see
+            `fp4rl_jax.ops.matmul`. `dequantized` is the plain straight-through estimator:
+            dx = dy @ DQ(w), dw = dy.T @ DQ(x).
     """
 
     weight: Quantizer | None = None
@@ -32,6 +33,14 @@ class MatmulSpec:
     grad: Quantizer | None = None
     residual: None = None
     backward: Backward = "dequantized"
+
+    def __post_init__(self) -> None:
+        check_name("backward", self.backward, get_args(Backward))
+        if self.grad is not None and self.backward not in ("requantized", "reused"):
+            raise ValueError(
+                f"backward={self.backward!r} never quantizes gradients, so grad={self.grad} would have no"
+                ' effect; use backward="requantized" or "reused", or grad=None'
+            )
 
 
 #: The spec of a matmul that is never quantized (head, router).

@@ -80,11 +80,10 @@ CATALOGUE = (
     Metric("policy_clipped_share", "0..1", "Share of tokens whose policy ratio the loss clipped."),
     Metric("ref_kl", "nats/token", "KL of the policy to the frozen reference, where there is one."),
     Metric("*/underflow", "0..1", "Per site and operand: share of non-zero values whose code is zero."),
-    Metric("*/saturation", "0..1", "Per site and operand: share of values at the format's largest code."),
-    Metric("*/zero_blocks", "0..1", "Per site and operand: share of blocks with scale zero, not all zero."),
+    Metric("*/saturation", "0..1", "Per site and operand: share of values beyond their block's largest."),
+    Metric("*/zero_scale", "0..1", "Per site and operand: share of non-zero blocks whose scale is zero."),
     Metric("*/flipped_codes", "0..1", "Per site: share of activation codes that differ between the sides."),
     Metric("moved_tokens_share", "0..1", "Share of tokens whose log-prob gap is above 0.01 nat."),
-    Metric("eval/*", "-", "An evaluation made at this step, by metric; the record itself is in evals.jsonl."),
     Metric("tokens_per_second", "tokens/s", "Sampled tokens over the seconds of the rollout.", clock=True),
     Metric("step_seconds", "s", "Wall-clock seconds of the step.", clock=True),
     Metric(

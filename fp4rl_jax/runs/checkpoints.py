@@ -211,8 +211,8 @@ class Checkpointer:
         free = shutil.disk_usage(self.root).free
         if free < needed:
             raise StorageError(
-                f"cannot save a checkpoint at {self.root}: it may need {needed} bytes and {free} are free; "
-                "earlier checkpoints are kept"
+                f"cannot save a checkpoint at {self.root}: it needs {needed / 1e9:.3g} GB and "
+                f"{free / 1e9:.3g} GB are free; earlier checkpoints are kept"
             )
 
     def _commit(

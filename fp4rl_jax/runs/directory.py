@@ -5,9 +5,12 @@ import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
+import jax
+import numpy as np
 from absl import logging
+from jax.experimental import multihost_utils
 
 from fp4rl_jax.runs import files
 from fp4rl_jax.runs.checkpoints import Checkpointer
@@ -21,7 +24,7 @@ from fp4rl_jax.runs.errors import (
     storage_errors,
 )
 from fp4rl_jax.runs.manifest import manifest_changes
-from fp4rl_jax.runs.metrics import MetricsWriter
+from fp4rl_jax.runs.metrics import MetricsWriter, UnwrittenMetrics
 
 #: Dotted keys that a resumed run may change; a trailing ".*" allows a whole section.
 MAY_CHANGE = (
@@ -43,7 +46,7 @@ MAY_CHANGE = (
     ),
 )
 
-CONFIG, MANIFEST = "config.json", "manifest.json"
+CONFIG, MANIFEST, CHECKPOINTS = "config.json", "manifest.json", "checkpoints"
 METRICS, EVALS, TRANSCRIPTS = "metrics.jsonl", "evals.jsonl", "transcripts.jsonl"
 
 
@@ -51,8 +54,8 @@ class RunDirectory:
     """One run on disk, held by this process until `close`.
 
     Make one with `open`; then restore from `checkpoints` if it is `resumed` and there are any, call
-    `start(step)` and `write_manifest`, which makes the folder a run that `open` knows again, and use
-    `metrics`, `write_transcripts` and `write_eval` until `close`. Usable as a context manager.
+    `start(step)` and `write_manifest`, and use `metrics`, `write_transcripts` and `write_eval` until
+    `close`. Usable as a context manager.
 
     Attributes:
         path: the folder.
@@ -71,7 +74,7 @@ class RunDirectory:
         self._lock = lock
         self._open: list[Any] = []
         self.checkpoints = Checkpointer(
-            self.path / "checkpoints",
+            self.path / CHECKPOINTS,
             keep_last=config.keep_last,
             keep_best=config.keep_best,
             score=self._best_score,
@@ -84,6 +87,8 @@ class RunDirectory:
     ) -> Self:
         """Opens the folder of `config` for a new run or for a resumed one, as `config.resume` says.
 
+        With several processes each of them opens it; process 0 alone writes its records.
+
         Args:
             config: the `run` section.
             resolved: the whole configuration as plain JSON values; saved as config.json.
@@ -95,28 +100,15 @@ class RunDirectory:
             ConfigMismatchError: the saved configuration differs elsewhere; the keys are listed.
             StorageError: the folder cannot be made or written.
         """
-        path = config.path
-        if config.resume == "must" and not begun(path):
-            raise RunNotFoundError(f'{path} holds no run to resume (run.resume="must")')
         plain = files.plain_value(resolved)
-        with storage_errors(path, doing="make the run folder"):
-            path.mkdir(parents=True, exist_ok=True)
-        lock = _lock(path)
-        try:
-            resumed = begun(path)
-            if resumed and config.resume == "never":
-                raise RunExistsError(
-                    f'{path} already holds a run: set run.resume="auto" to continue it, or change run.name'
-                )
-            if resumed:
-                require_same_config(files.read_json(path / CONFIG), plain, path=path, may_change=may_change)
-            files.write_atomically(path / CONFIG, files.dump_json(plain))
-        except RunError:
-            os.close(lock)
-            raise
-        return cls(
-            config, resumed=resumed, lock=lock, fingerprint=config_fingerprint(plain, may_change=may_change)
-        )
+        allowed = tuple(may_change)
+        first = not jax.distributed.is_initialized() or jax.process_index() == 0
+        lock, resumed = _claim(config, plain, allowed) if first else (-1, False)
+        if jax.distributed.is_initialized():
+            resumed = bool(multihost_utils.broadcast_one_to_all(np.array(resumed)))
+        kind = cls if first else _Follower
+        fingerprint = config_fingerprint(plain, may_change=allowed)
+        return cast(Self, kind(config, resumed=resumed, lock=lock, fingerprint=fingerprint))
 
     def _best_score(self) -> float | None:
         """The latest value of the metric `run.keep_best`; None where the last step lacks it."""
@@ -176,17 +168,15 @@ class RunDirectory:
     def write_manifest(self, manifest: Mapping[str, Any]) -> None:
         """Saves manifest.json; what an earlier start of the same run wrote moves to `earlier_starts`."""
         path = self.path / MANIFEST
-        earlier = []
-        if path.exists():
+        plain, earlier = files.plain_value(manifest), []
+        if self.resumed and path.exists():
             saved = files.read_json(path)
-            for key, old, new in manifest_changes(saved, manifest):
+            for key, old, new in manifest_changes(saved, plain):
                 logging.warning(
                     "%s: %s was %s and is now %s: bit-equal metrics are not promised", path, key, old, new
                 )
             earlier = [*saved.pop("earlier_starts", []), saved]
-        files.write_atomically(
-            path, files.dump_json({**files.plain_value(manifest), "earlier_starts": earlier})
-        )
+        files.write_atomically(path, files.dump_json({**plain, "earlier_starts": earlier}))
 
     def close(self) -> None:
         """Closes every file and gives the folder free. A second call does nothing."""
@@ -204,9 +194,51 @@ class RunDirectory:
         self.close()
 
 
+class _Follower(RunDirectory):
+    """The run folder in a process other than 0: takes part in checkpoints and writes nothing else."""
+
+    def start(self, step: int) -> None:
+        self.metrics = UnwrittenMetrics(start=step)
+        self._open = [self.metrics]
+
+    def write_transcripts(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        pass
+
+    def write_eval(self, step: int, name: str, values: Mapping[str, Any]) -> None:
+        pass
+
+    def write_manifest(self, manifest: Mapping[str, Any]) -> None:
+        pass
+
+
 def begun(path: Path) -> bool:
-    """Whether a folder holds a run that got as far as its manifest; what failed before then left nothing."""
-    return (path / CONFIG).exists() and (path / MANIFEST).exists()
+    """Whether a folder holds a run with anything to lose: a line of its records, or a checkpoint."""
+    lines = any((path / name).exists() and (path / name).stat().st_size for name in (METRICS, EVALS))
+    saved = (path / CHECKPOINTS).is_dir() and any((path / CHECKPOINTS).iterdir())
+    return (path / CONFIG).exists() and (lines or saved)
+
+
+def _claim(config: RunConfig, plain: Mapping[str, Any], may_change: tuple[str, ...]) -> tuple[int, bool]:
+    """Locks the folder and saves the configuration; (the lock, whether a run is resumed)."""
+    path = config.path
+    if config.resume == "must" and not begun(path):
+        raise RunNotFoundError(f'{path} holds no run to resume (run.resume="must")')
+    with storage_errors(path, doing="make the run folder"):
+        path.mkdir(parents=True, exist_ok=True)
+    lock = _lock(path)
+    try:
+        resumed = begun(path)
+        if resumed and config.resume == "never":
+            raise RunExistsError(
+                f'{path} already holds a run: set run.resume="auto" to continue it, or change run.name'
+            )
+        if resumed:
+            require_same_config(files.read_json(path / CONFIG), plain, path=path, may_change=may_change)
+        files.write_atomically(path / CONFIG, files.dump_json(plain))
+    except RunError:
+        os.close(lock)
+        raise
+    return lock, resumed
 
 
 def require_same_config(

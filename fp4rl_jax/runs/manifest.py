@@ -24,13 +24,15 @@ _PACKAGES = (
     "grain",
     "tokenizers",
 )
-_DETERMINISM = (
+_VARIABLES = (
     "XLA_FLAGS",
-    "JAX_ENABLE_X64",
-    "JAX_DEFAULT_MATMUL_PRECISION",
     "NVIDIA_TF32_OVERRIDE",
-    "JAX_PLATFORMS",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
 )
+_JAX_SETTINGS = ("jax_default_matmul_precision", "jax_enable_x64", "jax_platforms")
+
 # Parts of a manifest that a bit-equal resume must share.
 _NUMERIC = ("versions", "git_commit", "backend", "devices", "processes", "keys", "determinism", "numerics")
 _NUMERIC += ("implementations",)
@@ -59,7 +61,8 @@ def build_manifest(
         "devices": [_device(device) for device in jax.devices()],
         "processes": jax.process_count(),
         "keys": {"seed": seed, "implementation": str(jax.config.jax_default_prng_impl)},
-        "determinism": {name: os.environ.get(name) for name in _DETERMINISM},
+        "determinism": {name: os.environ.get(name) for name in _VARIABLES}
+        | {name: getattr(jax.config, name) for name in _JAX_SETTINGS},
         "numerics": dict(numerics),
         "implementations": dict(implementations),
     }

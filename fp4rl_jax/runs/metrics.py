@@ -47,11 +47,9 @@ class MetricsWriter:
         if step < self._next:
             raise RecordError(f"metrics of step {step} come after those of step {self._next - 1}")
         record = strict_record({"step": step, **values})
-        self._lines.append(record)
+        self._store(step, record)
         self._next = step + 1
         self.last = record
-        if self._board is not None:
-            self._board.write(step, record)
         return record
 
     def close(self) -> None:
@@ -59,6 +57,25 @@ class MetricsWriter:
         self._lines.close()
         if self._board is not None:
             self._board.close()
+
+    def _store(self, step: int, record: Mapping[str, Any]) -> None:
+        self._lines.append(record)
+        if self._board is not None:
+            self._board.write(step, record)
+
+
+class UnwrittenMetrics(MetricsWriter):
+    """The metrics of a process that leaves the writing to process 0."""
+
+    def __init__(self, *, start: int = 0):
+        self._next = start
+        self.last: dict[str, Any] = {}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _store(self, step: int, record: Mapping[str, Any]) -> None:
+        pass
 
 
 class _Board:

@@ -83,7 +83,7 @@ class Task:
                 a finite number; the message names the task, the prompt and the completion.
         """
         with _naming(self.name, item, completion):
-            return _as_reward(self.scorer(item, completion))
+            return as_reward(self.scorer(item, completion))
 
     def rewards(self, items: Iterable[Item], completions: Iterable[str]) -> list[Reward]:
         """The rewards of as many completions as items, in order."""
@@ -150,7 +150,12 @@ class _naming:
             raise RewardError(f"{self._where}: {type(error).__name__}: {error}") from error
 
 
-def _as_reward(score: Any) -> Reward:
+def as_reward(score: Any) -> Reward:
+    """What a scorer returned as a checked `Reward`: see `Task`.
+
+    Raises:
+        TypeError, ValueError: it is None, text or otherwise no finite number.
+    """
     if isinstance(score, tuple) and len(score) == 2:
         value, parts = score
         score = Reward(value=_number("reward", value), correct=value >= 1.0, parts=dict(parts))

@@ -6,8 +6,8 @@
 
 `item` is a `fp4rl_jax.tasks.Item`: `.prompt`, `.messages`, `.answer`, and `.row` with all columns.
 The function returns a finite number (1.0 and more counts as correct), a pair (number, parts) or a
-`Reward`. Anything else, None and NaN included, stops the run with an error that names the prompt;
-so does an exception.
+`Reward`, with the same parts every time. Anything else, None and NaN included, stops the run with
+an error that names the prompt; so does an exception.
 
 Prompts: rows with `prompt` (text) or `messages` (a list of {"role", "content"}), and optionally
 `answer`. They come from a file (`train = "prompts.jsonl"`) or from code (`train =
@@ -23,7 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from fp4rl_jax.arrays import unknown_name
-from fp4rl_jax.tasks._base import Item, Source, Task, require_share, unit_hash, user_message
+from fp4rl_jax.tasks._base import (
+    Item,
+    Reward,
+    Source,
+    Task,
+    as_reward,
+    require_share,
+    unit_hash,
+    user_message,
+)
 from fp4rl_jax.tasks._jsonl import Row, split_rows, text_field, text_key
 
 
@@ -73,9 +82,25 @@ def build(config: Config) -> Task:
     """
     if not config.train:
         raise ValueError("train is not set: it takes a .jsonl path or 'module:function'")
-    scorer = _resolve("reward", config.reward)
+    scorer = _SameParts(_resolve("reward", config.reward))
     train, held_out = _sources(config)
     return Task(name="callable", train=train, eval=held_out, scorer=scorer)
+
+
+class _SameParts:
+    """A reward function that must name the same parts every time, so that they can be averaged."""
+
+    def __init__(self, function: Callable[[Item, str], Any]):
+        self._function = function
+        self._parts: list[str] | None = None
+
+    def __call__(self, item: Item, completion: str) -> Reward:
+        reward = as_reward(self._function(item, completion))
+        parts = sorted(reward.parts)
+        self._parts = parts if self._parts is None else self._parts
+        if parts != self._parts:
+            raise ValueError(f"the reward has the parts {parts}, and had before {self._parts}")
+        return reward
 
 
 def _sources(config: Config) -> tuple[Source, Source]:
@@ -104,7 +129,10 @@ def _called(field: str, where: str) -> list[Item]:
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise ValueError(f"{field} {where!r}: row {index} is {type(row).__name__}, expected a dict")
-        items.append(_to_item(dict(row)))
+        try:
+            items.append(_to_item(dict(row)))
+        except ValueError as error:
+            raise ValueError(f"{field} {where!r}: row {index}: {error}") from error
     return items
 
 

@@ -89,6 +89,8 @@ def test_config_is_frozen_and_hashable_by_value(name):
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(module.Config(), field, 1.0)
     module.validate(module.Config(), group_size=8)
+    assert not module.Config().needs_reference
+    assert dataclasses.replace(module.Config(), kl_coef=0.1).needs_reference
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -106,6 +108,17 @@ def test_microbatches_give_the_same_loss(name):
     for key, sums in whole.metrics.items():
         assert int(merged[key].count) == int(sums.count)
         np.testing.assert_allclose(float(merged[key].total), float(sums.total), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sharding_over_devices_gives_the_same_loss(name):
+    module, config, batch, logprobs, weights = _case(name)
+    whole = _jitted(module)(logprobs, batch, weights, config)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    sharded = _jitted(module)(*jax.device_put((logprobs, batch, weights), rows), config)
+    assert int(sharded.count) == int(whole.count)
+    assert abs(float(sharded.sum) - float(whole.sum)) <= 4 * np.spacing(np.abs(np.float32(whole.sum)))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fp4rl_jax.data import Prompts, eval_batches, left_pad
+from fp4rl_jax.data import Prompts, eval_batches
 from fp4rl_jax.tasks import Item
 
 
@@ -97,16 +97,3 @@ def test_empty_source_is_refused():
 def test_eval_batches_cover_the_source_in_order():
     assert [[i.key for i in b] for b in eval_batches(Numbers(5), 2)] == [["0", "1"], ["2", "3"], ["4"]]
     assert [[i.key for i in b] for b in eval_batches(Numbers(5), 2, limit=3)] == [["0", "1"], ["2"]]
-
-
-def test_left_pad_by_hand():
-    tokens, mask = left_pad([[5, 6], [7]], width=3, pad_id=9)
-    assert tokens.tolist() == [[9, 5, 6], [9, 9, 7]]
-    assert mask.tolist() == [[False, True, True], [False, False, True]]
-    assert (tokens.dtype, mask.dtype) == ("int32", "bool")
-
-
-@pytest.mark.parametrize("bad", [[], [1, 2, 3, 4]])
-def test_left_pad_refuses_what_does_not_fit(bad):
-    with pytest.raises(ValueError, match=f"prompt 1 has {len(bad)} tokens, expected 1 to 3"):
-        left_pad([[1], bad], width=3, pad_id=0)

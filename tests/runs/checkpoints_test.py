@@ -258,7 +258,8 @@ def test_too_little_space_is_seen_before_anything_is_written(tmp_path, monkeypat
     checkpointer.save(1, small_state(1), {})
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5))  # type: ignore[attr-defined]
     with pytest.raises(
-        runs.StorageError, match=f"cannot save a checkpoint at {tmp_path}: it may need .* 5 are free"
+        runs.StorageError,
+        match=f"cannot save a checkpoint at {tmp_path}: it needs .* GB and 5e-09 GB are free",
     ):
         checkpointer.save(2, small_state(2), {})
     assert os.listdir(tmp_path) == ["00000001"]

@@ -17,9 +17,11 @@ MANIFEST = {"versions": {}}
 
 
 def made_run(root, **resolved):
-    """A run that began, closed again."""
+    """A run of one step, closed again."""
     with open_run(root, **resolved) as run:
+        run.start(0)
         run.write_manifest(MANIFEST)
+        run.metrics.write(0, {"reward_mean": 0.0})
 
 
 def open_run(root, *, resume="never", **resolved):
@@ -43,13 +45,31 @@ def test_resuming_needs_a_run(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def test_what_failed_before_it_began_is_no_run(tmp_path):
-    open_run(tmp_path, loop={"steps": 1}).close()  # no manifest: nothing was started
+def test_what_failed_before_its_first_record_is_no_run(tmp_path):
+    with open_run(tmp_path, loop={"steps": 1}) as run:
+        run.start(0)
+        run.write_manifest(MANIFEST)
     with pytest.raises(runs.RunNotFoundError):
         open_run(tmp_path, resume="must")
     with open_run(tmp_path) as run:
         assert not run.resumed
+        run.write_manifest({"versions": {"jax": "0"}})
     assert json.loads((tmp_path / "a/config.json").read_text())["loop"]["steps"] == 4
+    assert files.read_json(tmp_path / "a/manifest.json") == {"versions": {"jax": "0"}, "earlier_starts": []}
+
+
+@pytest.mark.parametrize("record", ["metrics", "eval", "checkpoint"])
+def test_any_record_makes_it_a_run(tmp_path, record):
+    with open_run(tmp_path) as run:
+        run.start(0)
+        if record == "metrics":
+            run.metrics.write(0, {})
+        elif record == "eval":
+            run.write_eval(0, "before", {})
+        else:
+            run.checkpoints.save(1, {"w": jnp.ones(2)}, {})
+    with pytest.raises(runs.RunExistsError):
+        open_run(tmp_path)
 
 
 def test_the_best_checkpoint_is_the_one_of_the_highest_metric(tmp_path):
@@ -168,17 +188,27 @@ def test_a_full_disk_cuts_the_half_line_off(tmp_path, monkeypatch):
 
 
 def test_the_manifest_keeps_earlier_starts(tmp_path):
-    with open_run(tmp_path) as run:
-        for start_step in (0, 7):
-            manifest = runs.build_manifest(
-                seed=5, implementations={}, numerics={"order": "free"}, start_step=start_step
-            )
-            run.write_manifest(manifest)
-        saved = files.read_json(run.path / "manifest.json")
-    assert (saved["start_step"], [m["start_step"] for m in saved["earlier_starts"]]) == (7, [0])
+    made_run(tmp_path)
+    for start_step in (1, 7):
+        with open_run(tmp_path, resume="must") as run:
+            manifest = {"seed": 5, "implementations": {}, "numerics": {"order": "free", "sites": ("a",)}}
+            run.write_manifest(runs.build_manifest(**manifest, start_step=start_step))
+    saved = files.read_json(tmp_path / "a/manifest.json")
+    assert [m.get("start_step") for m in (saved, *saved["earlier_starts"])] == [7, None, 1]
     assert (
         saved["keys"]["seed"] == 5 and saved["versions"]["jax"] and saved["devices"][0]["platform"] == "cpu"
     )
+
+
+def test_an_equal_set_up_is_resumed_without_a_warning(tmp_path, caplog):
+    made_run(tmp_path)
+    manifest = runs.build_manifest(seed=5, implementations={"a": ("b", "c")}, numerics={"sites": ("a",)})
+    with open_run(tmp_path, resume="must") as run:
+        run.write_manifest(manifest)
+    caplog.clear()
+    with open_run(tmp_path, resume="must") as run:
+        run.write_manifest(manifest)
+    assert "not promised" not in caplog.text
 
 
 def tensorboard_events(folder):

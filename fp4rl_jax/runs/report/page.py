@@ -12,7 +12,7 @@ from fp4rl_jax.runs.report import summary
 from fp4rl_jax.runs.report.data import RunData, differing_keys
 from fp4rl_jax.runs.report.evals import before_after, difference
 from fp4rl_jax.runs.report.panels import PANELS
-from fp4rl_jax.runs.report.plots import style_of
+from fp4rl_jax.runs.report.plots import SMOOTH_FROM, style_of
 
 _SHOWN_TRANSCRIPTS = 8
 
@@ -64,7 +64,7 @@ def render(runs: list[RunData], pictures: Mapping[str, Path], notes: Sequence[st
         f"<h1>{escape(title)}</h1>",
         f'<p class="soft">{escape(_subtitle(runs))}</p>',
         _cards(runs[0]) if len(runs) == 1 else "",
-        _figures(pictures),
+        _figures(pictures, smoothed=any(len(run.metrics) >= SMOOTH_FROM for run in runs)),
         _notes(notes),
         "<h2>Final numbers</h2>",
         _numbers(runs),
@@ -135,7 +135,7 @@ def _card(title: str, value: str, tone: str, small: str) -> str:
     )
 
 
-def _figures(pictures: Mapping[str, Path]) -> str:
+def _figures(pictures: Mapping[str, Path], *, smoothed: bool) -> str:
     hints = {panel.name: (panel.title, panel.hint) for panel in PANELS}
     hints["pass"] = ("Held-out evaluation", "Bars are 95 % intervals.")
     shown = []
@@ -148,7 +148,10 @@ def _figures(pictures: Mapping[str, Path]) -> str:
             f'<figure><img alt="{escape(title)} by step" src="data:image/png;base64,{data}">'
             f"<figcaption>{escape(hint)}</figcaption></figure>"
         )
-    return f'<h2>Training</h2>\n<div class="grid">{"".join(shown)}</div>' if shown else ""
+    if not shown:
+        return ""
+    thick = '<p class="soft">Thin lines are single steps, thick ones running means.</p>\n' if smoothed else ""
+    return f'<h2>Training</h2>\n{thick}<div class="grid">{"".join(shown)}</div>'
 
 
 def _notes(notes: Sequence[str]) -> str:

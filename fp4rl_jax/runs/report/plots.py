@@ -17,7 +17,8 @@ _DASHES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
 _INK, _SOFT, _GRID = "#1F2933", "#52606D", "#E4E7EB"
 _SINGLE = {"figsize": (6.4, 3.7), "dpi": 150, "facecolor": "white"}
 _MARGINS = (0.125, 0.125, 0.86, 0.78)  # left, bottom, width, height, of the figure
-_SMOOTH_FROM = 40  # steps from which a running mean is drawn over the raw line
+#: Steps from which a running mean is drawn over the raw line.
+SMOOTH_FROM = 40
 
 
 def style_of(index: int) -> tuple[str, Literal["-", "--", ":", "-."]]:
@@ -100,7 +101,7 @@ def _draw_panel(axes: Any, runs: Sequence[RunData], panel: Panel, *, legend: boo
 
 def _draw_line(axes: Any, steps: np.ndarray, values: np.ndarray, *, index: int, label: str) -> None:
     colour, dash = style_of(index)
-    if len(steps) < _SMOOTH_FROM:
+    if len(steps) < SMOOTH_FROM:
         axes.plot(steps, values, dash, color=colour, linewidth=1.6, marker="o", markersize=2.6, label=label)
         return
     window = max(5, len(steps) // 20)
