@@ -60,16 +60,15 @@ def _case(name):
 
 
 @functools.cache
-def _jitted(module):
-    return jax.jit(module.loss, static_argnums=3)
+def _learn(module):
+    """(loss, gradient of its sum) of one module, compiled once for all tests."""
 
-
-@functools.cache
-def _value_and_grad(module):
     def total(logprobs, batch, weights, config):
-        return module.loss(logprobs, batch, weights, config).sum
+        loss = module.loss(logprobs, batch, weights, config)
+        return loss.sum, loss
 
-    return jax.jit(jax.value_and_grad(total), static_argnums=3)
+    grad = jax.grad(total, has_aux=True)
+    return jax.jit(lambda *inputs: grad(*inputs)[::-1], static_argnums=3)
 
 
 def _rows(tree, start, stop):
@@ -94,13 +93,18 @@ def test_config_is_frozen_and_hashable_by_value(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_microbatches_give_the_same_loss(name):
+def test_microbatches_give_the_same_loss_and_gradient(name):
     module, config, batch, logprobs, weights = _case(name)
-    whole = _jitted(module)(logprobs, batch, weights, config)
-    parts = [
-        _jitted(module)(logprobs[i : i + GROUP], _rows(batch, i, i + GROUP), weights[i : i + GROUP], config)
-        for i in range(0, PROMPTS * GROUP, GROUP)
-    ]
+    whole, whole_grad = _learn(module)(logprobs, batch, weights, config)
+    parts, grads = zip(
+        *(
+            _learn(module)(
+                logprobs[i : i + GROUP], _rows(batch, i, i + GROUP), weights[i : i + GROUP], config
+            )
+            for i in range(0, PROMPTS * GROUP, GROUP)
+        ),
+        strict=True,
+    )
     merged = merge(*(part.metrics for part in parts))
     assert sum(int(part.count) for part in parts) == int(whole.count)
     four_ulp = 4 * np.spacing(np.abs(np.float32(whole.sum)))
@@ -108,41 +112,27 @@ def test_microbatches_give_the_same_loss(name):
     for key, sums in whole.metrics.items():
         assert int(merged[key].count) == int(sums.count)
         np.testing.assert_allclose(float(merged[key].total), float(sums.total), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(jnp.concatenate(grads), whole_grad, rtol=2e-6, atol=1e-9)
+    assert float(jnp.max(jnp.abs(whole_grad))) > 1e-3
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sharding_over_devices_gives_the_same_loss(name):
     module, config, batch, logprobs, weights = _case(name)
-    whole = _jitted(module)(logprobs, batch, weights, config)
+    whole, _ = _learn(module)(logprobs, batch, weights, config)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    sharded = _jitted(module)(*jax.device_put((logprobs, batch, weights), rows), config)
+    sharded, _ = _learn(module)(*jax.device_put((logprobs, batch, weights), rows), config)
     assert int(sharded.count) == int(whole.count)
     assert abs(float(sharded.sum) - float(whole.sum)) <= 4 * np.spacing(np.abs(np.float32(whole.sum)))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_add_up_over_microbatches(name):
-    module, config, batch, logprobs, weights = _case(name)
-    grad = _value_and_grad(module)
-    whole = grad(logprobs, batch, weights, config)[1]
-    half = PROMPTS * GROUP // 2
-    parts = [
-        grad(logprobs[i : i + half], _rows(batch, i, i + half), weights[i : i + half], config)[1]
-        for i in (0, half)
-    ]
-    np.testing.assert_allclose(jnp.concatenate(parts), whole, rtol=2e-6, atol=1e-9)
-    assert float(jnp.max(jnp.abs(whole))) > 1e-3
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_zero_advantages_give_zero_gradient(name):
-    module = plugins.load(algorithms, name)
-    config = module.Config()
-    batch = _case(name)[2].replace(advantages=jnp.zeros(PROMPTS * GROUP), ref_logprobs=None)
-    logprobs, weights = _case(name)[3:]
-    value, grad = _value_and_grad(module)(logprobs, batch, weights, config)
-    assert float(value) == 0.0
+    module, config, batch, logprobs, weights = _case(name)
+    batch = batch.replace(advantages=jnp.zeros(PROMPTS * GROUP), ref_logprobs=logprobs)  # no KL either
+    loss, grad = _learn(module)(logprobs, batch, weights, config)
+    assert float(loss.sum) == 0.0
     np.testing.assert_array_equal(grad, np.zeros(grad.shape))
 
 
@@ -160,10 +150,10 @@ def test_equal_rewards_give_zero_advantages(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_first_update_has_ratio_exactly_one(name):
     module, config, batch, logprobs, weights = _case(name)
-    loss = _jitted(module)(logprobs, batch.replace(old_logprobs=None), weights, config)
+    loss, _ = _learn(module)(logprobs, batch.replace(old_logprobs=None), weights, config)
     ratio = loss.metrics["policy_ratio"]
     assert float(ratio.total) == int(ratio.count)
-    same = _jitted(module)(logprobs, batch.replace(old_logprobs=logprobs), weights, config)
+    same, _ = _learn(module)(logprobs, batch.replace(old_logprobs=logprobs), weights, config)
     assert float(same.sum) == float(loss.sum)
 
 
@@ -171,29 +161,25 @@ def test_first_update_has_ratio_exactly_one(name):
 def test_all_masked_batch_survives(name):
     module, config, batch, logprobs, weights = _case(name)
     batch = batch.replace(loss_mask=jnp.zeros_like(batch.loss_mask))
-
-    value, grad = _value_and_grad(module)(logprobs, batch, weights, config)
-    assert float(value) == 0.0
+    loss, grad = _learn(module)(logprobs, batch, weights, config)
     np.testing.assert_array_equal(grad, np.zeros(grad.shape))
-    loss = _jitted(module)(logprobs, batch, weights, config)
-    assert int(loss.count) == 0
+    assert (float(loss.sum), int(loss.count)) == (0.0, 0)
     assert {key: float(sums.mean()) for key, sums in loss.metrics.items()} == dict.fromkeys(loss.metrics, 0.0)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_masked_positions_are_never_looked_at(name):
     module, config, batch, logprobs, weights = _case(name)
-    grad = _value_and_grad(module)
-    clean_value, clean = grad(logprobs, batch, weights, config)
+    clean, clean_grad = _learn(module)(logprobs, batch, weights, config)
     poison = jnp.where(batch.loss_mask, 0, jnp.nan)
     dirty = batch.replace(
         old_logprobs=batch.old_logprobs + poison,
         ref_logprobs=batch.ref_logprobs + poison,
         rollout_logprobs=batch.rollout_logprobs + poison,
     )
-    value, found = grad(logprobs + poison, dirty, weights + poison, config)
-    assert float(value) == float(clean_value)
-    np.testing.assert_array_equal(found, clean)
+    found, grad = _learn(module)(logprobs + poison, dirty, weights + poison, config)
+    assert float(found.sum) == float(clean.sum)
+    np.testing.assert_array_equal(grad, clean_grad)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -201,23 +187,17 @@ def test_huge_ratios_stay_finite(name):
     module, config, batch, logprobs, weights = _case(name)
     for gap in (1e4, -1e4):
         far = jnp.where(batch.loss_mask, logprobs + gap, 0)
-        value, grad = _value_and_grad(module)(far, batch, weights, config)
-        assert np.isfinite(float(value)) and np.all(np.isfinite(grad))
+        loss, grad = _learn(module)(far, batch, weights, config)
+        assert np.isfinite(float(loss.sum)) and np.all(np.isfinite(grad))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_second_call_does_not_recompile(name):
     module, config, batch, logprobs, weights = _case(name)
-    traces = []
-
-    def counted(lp, b, w, c):
-        traces.append(1)
-        return module.loss(lp, b, w, c)
-
-    jitted = jax.jit(counted, static_argnums=3)
-    jitted(logprobs, batch, weights, config)
-    jitted(logprobs + 1, batch, weights, dataclasses.replace(config))
-    assert len(traces) == 1
+    _learn(module)(logprobs, batch, weights, config)
+    before = _learn(module)._cache_size()
+    _learn(module)(logprobs + 1, batch, weights, dataclasses.replace(config))
+    assert before >= 1 and _learn(module)._cache_size() == before
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -232,10 +212,10 @@ def test_kl_to_itself_adds_nothing_and_pulls_back_otherwise(name):
     module, config, batch, logprobs, weights = _case(name)
     plain = dataclasses.replace(config, kl_coef=0.0)
     near = batch.replace(ref_logprobs=logprobs)
-    sums = [float(_jitted(module)(logprobs, near, weights, c).sum) for c in (config, plain)]
+    sums = [float(_learn(module)(logprobs, near, weights, c)[0].sum) for c in (config, plain)]
     assert sums[0] == sums[1]
     flat = batch.replace(advantages=jnp.zeros_like(batch.advantages), ref_logprobs=logprobs - 1.0)
-    grad = _value_and_grad(module)(logprobs, flat, weights, config)[1]
+    _, grad = _learn(module)(logprobs, flat, weights, config)
     assert np.all(np.where(batch.loss_mask, grad > 0, grad == 0))  # descent lowers the log-prob
 
 

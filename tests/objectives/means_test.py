@@ -38,7 +38,7 @@ def test_all_masked_is_zero_and_has_zero_gradient():
         np.testing.assert_array_equal(grad, np.zeros((2, 3)))
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (8, 33), (64, 17)])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (64, 17)])
 def test_total_is_exact_to_two_words_then_rounded_once(shape):
     rng = np.random.default_rng(0)
     values = (rng.standard_normal(shape) * 10.0 ** rng.integers(-6, 6, shape)).astype(np.float32)
@@ -57,19 +57,17 @@ def test_any_split_gives_the_same_bits():
     values = jnp.asarray(rng.standard_normal((48, 21)).astype(np.float32))
     values = values - jnp.mean(values)  # the sum cancels to rounding noise
     mask = jnp.asarray(rng.random((48, 21)) < 0.7)
-    for function in (means.masked_sum, means.masked_sequence_sum):
-        whole = jax.jit(function)(values, mask)
-        for rows in (1, 6, 16):
-            parts = [
-                {"x": jax.jit(function)(values[i : i + rows], mask[i : i + rows])} for i in range(0, 48, rows)
-            ]
+    for function in (jax.jit(means.masked_sum), jax.jit(means.masked_sequence_sum)):
+        whole = function(values, mask)
+        for rows in (4, 16):
+            parts = [{"x": function(values[i : i + rows], mask[i : i + rows])} for i in range(0, 48, rows)]
             stacked = jax.tree.map(lambda *words: jnp.stack(words), *parts)
             for merged in (means.merge(*parts)["x"], means.summed(stacked)["x"]):
                 assert int(merged.count) == int(whole.count)
                 assert float(merged.total) == float(whole.total)
 
 
-@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("devices", [2, 8])
 def test_sharding_over_devices_gives_the_same_bits(devices):
     rng = np.random.default_rng(3)
     values = rng.standard_normal((16, 12)).astype(np.float32)
@@ -77,9 +75,9 @@ def test_sharding_over_devices_gives_the_same_bits(devices):
     mask = rng.random((16, 12)) < 0.7
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("data",))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    for function in (means.masked_sum, means.masked_sequence_sum):
-        whole = jax.jit(function)(values, mask)
-        sharded = jax.jit(function)(jax.device_put(values, rows), jax.device_put(mask, rows))
+    for function in (jax.jit(means.masked_sum), jax.jit(means.masked_sequence_sum)):
+        whole = function(values, mask)
+        sharded = function(jax.device_put(values, rows), jax.device_put(mask, rows))
         assert float(sharded.total) == float(whole.total)
         assert int(sharded.count) == int(whole.count)
 

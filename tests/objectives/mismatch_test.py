@@ -11,8 +11,11 @@ from fp4rl_jax.objectives import mismatch_metrics
 LN2 = np.log(2.0)
 
 
+_jitted = jax.jit(mismatch_metrics, static_argnames="ratio_cap")
+
+
 def _metrics(p, q, mask, **options):
-    return {k: float(v) for k, v in mismatch_metrics(jnp.log(p), jnp.log(q), mask, **options).items()}
+    return {k: float(v) for k, v in _jitted(jnp.log(p), jnp.log(q), mask, **options).items()}
 
 
 def _three_tokens(**options):
@@ -84,14 +87,14 @@ EQUAL = {"ratio_mean", "ratio_min", "ratio_max", "effective_sample_size", "ppl_r
 
 def test_no_token_reports_two_equal_sides_and_no_nan():
     logprobs = jnp.full((2, 3), jnp.nan)
-    metrics = mismatch_metrics(logprobs, logprobs, jnp.zeros((2, 3), bool))
+    metrics = _jitted(logprobs, logprobs, jnp.zeros((2, 3), bool))
     for key, value in metrics.items():
         assert float(value) == (1.0 if key in EQUAL else 0.0), key
 
 
 def test_equal_sides_are_exactly_neutral():
     logprobs = jnp.log(jnp.array([[0.1, 0.5, 0.7], [0.3, 0.3, 0.2]]))
-    metrics = mismatch_metrics(logprobs, logprobs, jnp.array([[True, True, True], [True, False, True]]))
+    metrics = _jitted(logprobs, logprobs, jnp.array([[True, True, True], [True, False, True]]))
     for key, value in metrics.items():
         expected = 1.0 if key in EQUAL | {"small_gap_share"} else 0.0
         assert float(value) == pytest.approx(expected, abs=1e-6), key
@@ -100,7 +103,7 @@ def test_equal_sides_are_exactly_neutral():
 @pytest.mark.parametrize("gap", [60.0, -60.0, 1e4, -1e4])
 def test_huge_gaps_keep_clamped_metrics_finite(gap):
     q = jnp.full((1, 4), -1e4)
-    metrics = mismatch_metrics(q + jnp.array([[gap, 0.0, 0.0, 0.0]]), q, jnp.ones((1, 4), bool))
+    metrics = _jitted(q + jnp.array([[gap, 0.0, 0.0, 0.0]]), q, jnp.ones((1, 4), bool))
     unclamped = {"mismatch_kl", "mismatch_kl_reverse", "multiplicative_error"}
     for key, value in metrics.items():
         assert np.isfinite(value) or key in unclamped, key
@@ -118,7 +121,7 @@ def test_clipped_share_is_the_corrections_own():
 def test_tail_and_small_gap_shares():
     q = jnp.zeros((1, 4))
     p = jnp.array([[-6.5, -5.9, 0.04, 0.06]])
-    metrics = mismatch_metrics(p, q, jnp.ones((1, 4), bool))
+    metrics = _jitted(p, q, jnp.ones((1, 4), bool))
     assert float(metrics["tail_share"]) == 0.25
     assert float(metrics["small_gap_share"]) == 0.25
 
@@ -134,6 +137,6 @@ def test_keys_are_the_documented_ones():
 def test_jit_equals_eager():
     q = jnp.log(jnp.array([[0.2, 0.4], [0.5, 0.9]]))
     mask = jnp.array([[True, True], [True, False]])
-    eager, jitted = (f(q + 0.1, q, mask) for f in (mismatch_metrics, jax.jit(mismatch_metrics)))
+    eager, jitted = (f(q + 0.1, q, mask) for f in (mismatch_metrics, _jitted))
     for key in eager:
         np.testing.assert_allclose(float(jitted[key]), float(eager[key]), rtol=2e-5, atol=1e-7)
