@@ -6,12 +6,13 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
 from fp4rl_jax import interchange, models
 from fp4rl_jax.arrays import Array
-from fp4rl_jax.batch import Rollouts, TrainBatch
+from fp4rl_jax.batch import Rollouts
 from fp4rl_jax.config import Config
 from fp4rl_jax.data import Prompts
 from fp4rl_jax.loop import Bound, Collector, Job, Parts
@@ -116,7 +117,9 @@ class Builder:
             learner=self.learner,
             collector=self.collector(data),
             publish=self.publish,
-            prepare=Bound(algorithm.module.prepare, algorithm.config),
+            prepare=lambda rollouts, rewards, reference: algorithm.module.prepare(
+                rollouts, rewards, algorithm.config, ref_logprobs=reference
+            ),
             clipped=Bound(self.config.correction.module.clipped, self.config.correction.config),
             reference=self.reference(base),
             base=base,
@@ -131,12 +134,12 @@ class Builder:
         compare_checksums(published.checksums, ours, rollout_side=sides.rollout, trainer_side=sides.trainer)
         return published
 
-    def reference(self, base: Any) -> Callable[[TrainBatch], Array] | None:
-        """Log-probs of the parameters that the run began with, where the algorithm has a KL term."""
-        if not self.config.algorithm.config.kl_coef:
+    def reference(self, base: Any) -> Callable[[Rollouts], Array] | None:
+        """Log-probs of the parameters that the run began with, where the algorithm needs them."""
+        if not self.config.algorithm.config.needs_reference:
             return None
         first = self.state()
-        return lambda batch: _score(first, batch, base, learner=self.learner)
+        return lambda rollouts: _score(first, rollouts, base, learner=self.learner)
 
     def collector(self, data: Prompts) -> Collector:
         """Prompts to scored rollouts."""
@@ -145,7 +148,7 @@ class Builder:
             draw=lambda: next(data),
             encode=self.encode,
             sample=self.sample,
-            decode=self.tokenizer.decode,
+            decode=self.decode,
             reward=self.task.reward,
             wanted=Bound(algorithm.module.wanted, algorithm.config),
             num_prompts=loop.num_prompts,
@@ -162,15 +165,19 @@ class Builder:
             names=[item.key for item in items],
         )
 
+    def decode(self, ids: np.ndarray) -> str:
+        """The text of a completion, special tokens left out."""
+        return self.tokenizer.decode(ids.tolist())
+
     def sample(self, published: Published, prompts: np.ndarray, mask: np.ndarray, key: Array) -> Rollouts:
         """One round of training rollouts, keyed per row."""
         rows = len(prompts) * self.config.loop.group_size
         return sample(
             published,
-            prompts,
-            mask,
-            row_limits=np.full(rows, self.sampling.max_new_tokens, np.int32),
-            keys=row_keys(key, np.arange(rows, dtype=np.int32)),
+            jnp.asarray(prompts),
+            jnp.asarray(mask),
+            row_limits=jnp.full(rows, self.sampling.max_new_tokens, jnp.int32),
+            keys=row_keys(key, jnp.arange(rows, dtype=jnp.int32)),
             config=self.model,
             side=self.sides.rollout,
             sampling=self.sampling,
@@ -188,7 +195,7 @@ class Builder:
             )
         evaluator = Evaluator(
             encode=self.encode,
-            decode=self.tokenizer.decode,
+            decode=self.decode,
             reward=self.task.reward,
             config=self.model,
             side=self.sides.rollout,
@@ -240,7 +247,13 @@ def builder(config: Config) -> Builder:
 
 
 def job(config: Config, directory: RunDirectory) -> Job:
-    """The job that `loop.run` runs."""
+    """The job that `loop.run` runs.
+
+    Raises:
+        ValueError: the model, a recipe or the task does not fit the configuration.
+    """
+    if config.mesh.num_devices != 1:
+        raise ValueError(f"mesh asks for {config.mesh.num_devices} devices: a run takes one device")
     made = builder(config)
     data = Prompts(made.task.train, config.loop.num_prompts, seed=config.run.seed)
     logging.info("model: %d parameters", models.num_parameters(made.model))

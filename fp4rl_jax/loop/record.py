@@ -11,7 +11,7 @@ import numpy as np
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.batch import TrainBatch
 from fp4rl_jax.loop.collect import Collected
-from fp4rl_jax.objectives.means import Sums
+from fp4rl_jax.objectives.means import Sums, merge
 from fp4rl_jax.objectives.mismatch import mismatch_metrics
 from fp4rl_jax.trainer import Outcome
 
@@ -40,8 +40,7 @@ def rollout_row(collected: Collected) -> Row:
 
 def update_row(outcomes: Sequence[Outcome]) -> Row:
     """What the updates say: loss, gradient, learning rate, entropy, the algorithm's metrics, skips."""
-    sums = jax.tree.map(lambda *xs: np.sum(np.stack(xs)), *[(o.entropy, o.metrics) for o in outcomes])
-    row = flatten_sums({"entropy": sums[0], **sums[1]})
+    row = flatten_sums(merge(*({"entropy": outcome.entropy, **outcome.metrics} for outcome in outcomes)))
     row["loss"] = float(np.mean([outcome.loss for outcome in outcomes]))
     row["grad_norm"] = float(np.mean([outcome.grad_norm for outcome in outcomes]))
     row["learning_rate"] = float(outcomes[-1].lr)
@@ -71,7 +70,7 @@ def flatten_sums(tree: Mapping[str, Any], prefix: str = "") -> Row:
         if isinstance(value, Mapping):
             row |= flatten_sums(value, f"{prefix}{name}/")
         elif isinstance(value, Sums):
-            row[f"{prefix}{name}"] = float(value.total) / max(float(value.count), 1.0)
+            row[f"{prefix}{name}"] = float(value.mean())
         else:
             row[f"{prefix}{name}"] = float(np.asarray(value))
     return row

@@ -29,9 +29,9 @@ class Parts:
         learner: the learning side.
         collector: prompts to scored rollouts.
         publish: (state) -> published rollout parameters of the state's version.
-        prepare: the algorithm's, (rollouts, rewards) -> TrainBatch.
+        prepare: the algorithm's, (rollouts, rewards, ref_logprobs or None) -> TrainBatch.
         clipped: the correction's, (log_ratio, loss_mask) -> [B, T] bool.
-        reference: (batch) -> ref_logprobs [B, T], or None without a KL term.
+        reference: (rollouts) -> ref_logprobs [B, T], or None where no term needs them.
         base: the trainer's `backbone`.
         key: root key of the run.
     """
@@ -39,9 +39,9 @@ class Parts:
     learner: Learner
     collector: Collector
     publish: Callable[[TrainState], Any]
-    prepare: Callable[[Rollouts, Array], TrainBatch]
+    prepare: Callable[[Rollouts, Array, Array | None], TrainBatch]
     clipped: Callable[[Array, Array], Array]
-    reference: Callable[[TrainBatch], Array] | None
+    reference: Callable[[Rollouts], Array] | None
     base: PyTree
     key: Array
 
@@ -83,10 +83,11 @@ def train_step(state: TrainState, number: int, parts: Parts) -> tuple[TrainState
     clock.lap("publish")
     collected = collect(published, jax.random.fold_in(parts.key, number), parts.collector)
     clock.lap("rollout")
-    batch = parts.prepare(collected.rollouts, jnp.asarray(collected.rewards))
+    reference = None
     if parts.reference is not None:
-        batch = batch.replace(ref_logprobs=jax.block_until_ready(parts.reference(batch)))
+        reference = jax.block_until_ready(parts.reference(collected.rollouts))
         clock.lap("reference")
+    batch = parts.prepare(collected.rollouts, jnp.asarray(collected.rewards), reference)
     state, learned = learn(state, batch, parts.base, learner=parts.learner)
     clock.lap("update")
     row = record.rollout_row(collected) | record.update_row(learned.outcomes)
@@ -122,14 +123,17 @@ def learn(
     with more, the later shares are scored before the first update moves the parameters.
     """
     first, *later = _shares(batch, learner.config.updates_per_rollout)
-    later = [share.replace(old_logprobs=_score(state, share, base, learner=learner)) for share in later]
+    later = [
+        dataclasses.replace(share, old_logprobs=_score(state, share, base, learner=learner))
+        for share in later
+    ]
     outcomes = []
     for share in [first, *later]:
         state, outcome = _update(state, share, base, learner=learner)
         outcomes.append(jax.device_get(outcome))
     old = [outcomes[0].trainer_logprobs, *(share.old_logprobs for share in later)]
     learned = Learned(outcomes=tuple(outcomes), old_logprobs=np.concatenate([np.asarray(x) for x in old]))
-    return state.replace(params_version=state.params_version + 1), learned
+    return dataclasses.replace(state, params_version=state.params_version + 1), learned
 
 
 def _shares(batch: TrainBatch, count: int) -> list[TrainBatch]:

@@ -3,12 +3,11 @@
 import jax
 import jax.numpy as jnp
 from flax import struct
-from flax.traverse_util import flatten_dict
 
 from fp4rl_jax.arrays import Array, PyTree, dtype_of
 from fp4rl_jax.trainer.config import TrainerConfig
 from fp4rl_jax.trainer.optim import optimizer
-from fp4rl_jax.trainer.subset import Flat, Subset, merge, split
+from fp4rl_jax.trainer.subset import Flat, Subset, flat, merge, split
 
 
 @struct.dataclass
@@ -45,7 +44,7 @@ def init_state(params: PyTree, subset: Subset, config: TrainerConfig) -> TrainSt
     Raises:
         ValueError: a parameter is not finite; the message gives its path.
     """
-    for path, leaf in flatten_dict(params, sep="/").items():
+    for path, leaf in flat(params).items():
         if not bool(jnp.all(jnp.isfinite(leaf))):
             raise ValueError(f"parameter {path} is not finite: refusing to train from it")
     return _build(params, subset, config)

@@ -6,6 +6,7 @@ stops at the first of them, and the frozen part needs neither gradients nor mome
 
 import dataclasses
 from fnmatch import fnmatchcase
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,7 @@ def plan(shapes: PyTree, patterns: tuple[str, ...], *, num_layers: int) -> Subse
     Raises:
         ValueError: a pattern matches nothing, or the selected layers are not a suffix.
     """
-    spelled = {p: _spell(p, num_layers) for p in flatten_dict(shapes, sep="/")}
+    spelled = {p: _spell(p, num_layers) for p in flat(shapes)}
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for names in spelled.values() for name in names):
             raise unknown_name("trainable pattern (it matches no parameter)", pattern, spelled)
@@ -66,6 +67,12 @@ def plan(shapes: PyTree, patterns: tuple[str, ...], *, num_layers: int) -> Subse
             )
     paths = tuple(sorted(path for path, row in hits.items() if any(row)))
     return Subset(first_layer=first, num_layers=num_layers, paths=paths)
+
+
+def flat(params: PyTree) -> Flat:
+    """The leaves of a nested dict by path, `a/b/c`."""
+    leaves: dict[str, Any] = flatten_dict(params, sep="/")
+    return leaves
 
 
 def _spell(path: str, num_layers: int) -> list[str]:
@@ -84,10 +91,10 @@ def split(params: PyTree, subset: Subset) -> tuple[Flat, Flat]:
         below, above = models.split_layers(params, subset.first_layer)["layers"]
         params = {**params, "layers": {"below": below, "above": above}}
     trained = {path.replace(_STACKED, _ABOVE) if subset.cuts else path for path in subset.paths}
-    flat = flatten_dict(params, sep="/")
+    leaves = flat(params)
     return (
-        {path: leaf for path, leaf in flat.items() if path in trained},
-        {path: leaf for path, leaf in flat.items() if path not in trained},
+        {path: leaf for path, leaf in leaves.items() if path in trained},
+        {path: leaf for path, leaf in leaves.items() if path not in trained},
     )
 
 

@@ -15,9 +15,9 @@ from flax import struct
 
 from fp4rl_jax import models
 from fp4rl_jax.arrays import Array, PyTree
-from fp4rl_jax.batch import TrainBatch
+from fp4rl_jax.batch import Rollouts, TrainBatch
 from fp4rl_jax.models import logprobs
-from fp4rl_jax.objectives.means import Sums
+from fp4rl_jax.objectives.means import Sums, summed
 from fp4rl_jax.ops.spec import Side
 from fp4rl_jax.trainer.backbone import backbone, with_backbone
 from fp4rl_jax.trainer.config import TrainerConfig
@@ -29,13 +29,13 @@ from fp4rl_jax.trainer.subset import Flat, Subset, merge
 class LossFn(Protocol):
     """An algorithm's `loss` with its config bound: see `algorithms`."""
 
-    def __call__(self, trainer_logprobs: Array, batch: TrainBatch, weights: Array) -> Any: ...
+    def __call__(self, trainer_logprobs: Array, batch: TrainBatch, weights: Array, /) -> Any: ...
 
 
 class WeightsFn(Protocol):
     """A correction's `weights` with its config bound: see `corrections`."""
 
-    def __call__(self, log_ratio: Array, loss_mask: Array) -> Array: ...
+    def __call__(self, log_ratio: Array, loss_mask: Array, /) -> Array: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,17 +107,18 @@ def update(
     count = jnp.maximum(jnp.sum(parts.count), 1.0)
     grads = jax.tree.map(lambda g: g / count, grads)
     loss = jnp.sum(parts.total) / count
+    metrics = summed(parts.metrics | {"entropy": parts.entropy})
     finite_leaves = {path: jnp.all(jnp.isfinite(g)) for path, g in grads.items()}
     applied = jnp.isfinite(loss) & jnp.all(jnp.stack(list(finite_leaves.values())))
     rows = batch.tokens.shape[0]
     per_share = jnp.repeat(parts.finite_grads, rows // parts.finite_grads.shape[0])
     outcome = Outcome(
-        loss=loss,
+        loss=metrics["loss"].mean(),
         grad_norm=optax.tree.norm(grads),
         lr=jnp.asarray(schedule(learner.config.optim)(state.updates), jnp.float32),
         trainer_logprobs=parts.logprobs.reshape(batch.tokens.shape),
-        entropy=_total(parts.entropy),
-        metrics=_total(parts.metrics),
+        entropy=metrics.pop("entropy"),
+        metrics=metrics,
         applied=applied,
         finite_rows=per_share & jnp.all(jnp.isfinite(parts.logprobs.reshape(batch.tokens.shape)), axis=-1),
         finite_leaves=finite_leaves,
@@ -126,12 +127,22 @@ def update(
 
 
 def score_batch(
-    state: TrainState, batch: TrainBatch, base: PyTree | None = None, *, learner: Learner
+    state: TrainState, batch: TrainBatch | Rollouts, base: PyTree | None = None, *, learner: Learner
 ) -> Array:
     """The trainer's log-probs [B, T] of a batch, in the update's own microbatch geometry."""
     base = _backbone(state, learner) if base is None else base
     fused = with_backbone(models.fuse(state.params), base)
-    shares = _microbatches(batch, learner.config.microbatch_rows)
+    asked = TrainBatch(
+        tokens=batch.tokens,
+        token_mask=batch.token_mask,
+        loss_mask=batch.loss_mask,
+        rollout_logprobs=batch.rollout_logprobs,
+        advantages=jnp.zeros(batch.tokens.shape[0]),
+        guidance=batch.guidance,
+        prompt_width=batch.prompt_width,
+        group_size=batch.group_size,
+    )
+    shares = _microbatches(asked, learner.config.microbatch_rows)
     found = jax.lax.map(lambda share: _score(fused, share, learner).logprobs, shares)
     return found.reshape(batch.tokens.shape)
 
@@ -155,7 +166,7 @@ def _microbatches(batch: TrainBatch, rows: int | None) -> TrainBatch:
     if num_rows % rows:
         raise ValueError(f"microbatch_rows = {rows} does not divide the batch of {num_rows} rows")
     shares = jax.tree.map(lambda x: x.reshape(num_rows // rows, rows, *x.shape[1:]), batch)
-    return shares.replace(group_size=min(batch.group_size, rows))
+    return dataclasses.replace(shares, group_size=min(batch.group_size, rows))
 
 
 def _score(fused: Any, share: TrainBatch, learner: Learner) -> logprobs.Scores:
@@ -191,13 +202,14 @@ def _accumulate(state: TrainState, base: PyTree, shares: TrainBatch, learner: Le
         (_, parts), new = jax.value_and_grad(loss_sum, has_aux=True)(state.trainable, share)
         finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in new.values()]))
         grads = {path: grads[path] + new[path].astype(jnp.float32) for path in grads}
-        return grads, parts.replace(finite_grads=finite)
+        return grads, dataclasses.replace(parts, finite_grads=finite)
 
     zeros = {path: jnp.zeros(x.shape, jnp.float32) for path, x in state.trainable.items()}
     return jax.lax.scan(step, zeros, shares)
 
 
 def _loss(scores: logprobs.Scores, share: TrainBatch, learner: Learner) -> tuple[Array, _Parts]:
+    assert scores.entropy is not None  # asked for
     chex.assert_equal_shape([scores.logprobs, scores.entropy, share.loss_mask])
     current = jax.lax.stop_gradient(scores.logprobs)
     old = current if share.old_logprobs is None else share.old_logprobs
@@ -210,16 +222,12 @@ def _loss(scores: logprobs.Scores, share: TrainBatch, learner: Learner) -> tuple
         logprobs=current,
         entropy=Sums(
             total=jnp.sum(jnp.where(share.loss_mask, jax.lax.stop_gradient(scores.entropy), 0.0)),
-            count=jnp.sum(share.loss_mask).astype(jnp.float32),
+            count=jnp.sum(share.loss_mask, dtype=jnp.int32),
         ),
         metrics=found.metrics,
         finite_grads=jnp.array(True),
     )
     return found.sum, parts
-
-
-def _total(stacked: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.sum(x, axis=0), stacked)
 
 
 def _apply(state: TrainState, grads: Flat, applied: Array, learner: Learner) -> TrainState:
@@ -230,7 +238,8 @@ def _apply(state: TrainState, grads: Flat, applied: Array, learner: Learner) -> 
             grads, current.opt_state, current.trainable
         )
         trainable = optax.apply_updates(current.trainable, changes)
-        return current.replace(
+        return dataclasses.replace(
+            current,
             trainable=trainable,
             opt_state=opt_state,
             updates=current.updates + 1,
@@ -238,6 +247,8 @@ def _apply(state: TrainState, grads: Flat, applied: Array, learner: Learner) -> 
         )
 
     def bad(current: TrainState) -> TrainState:
-        return current.replace(skipped=current.skipped + 1, skipped_total=current.skipped_total + 1)
+        return dataclasses.replace(
+            current, skipped=current.skipped + 1, skipped_total=current.skipped_total + 1
+        )
 
     return jax.lax.cond(applied, good, bad, state)
