@@ -20,7 +20,6 @@ from fp4rl_jax import models
 from fp4rl_jax.arrays import dtype_of
 from fp4rl_jax.models import ModelConfig
 from fp4rl_jax.ops import kernels, machine, operands
-from fp4rl_jax.ops.matmul import quantize_operands
 from fp4rl_jax.ops.spec import MatmulSpec, Side
 from fp4rl_jax.quantizers import Quantizer
 
@@ -141,13 +140,9 @@ def _precision(
 ) -> SitePrecision:
     m, n, k = dims
     dtype = dtype_of(side.dtype)
-    x, w = jax.eval_shape(
-        lambda x, w: quantize_operands(spec, x, w, jax.random.key(0), None),
-        jax.ShapeDtypeStruct((m, k), dtype),
-        jax.ShapeDtypeStruct((n, k), jnp.float32),
-    )
+    plain = jnp.zeros((), dtype)
     here = machine.current()
-    operand = operands.operand_dtype(here, x, w).name
+    operand = operands.operand_dtype(here, spec.act or plain, spec.weight or plain).name
     facts = kernels.facts_of(here, m=m, n=n, k=k, x_dtype=operand, w_dtype=operand, order=side.order)
     choice = select(facts)
     return SitePrecision(
