@@ -13,7 +13,7 @@ W4A4 = ops.MatmulSpec(
     act=Quantizer(formats.make("nvfp4", outer="row")),
 )
 #: Numbers of rows: one, around vector widths and row tiles, and beyond 64.
-COUNTS = (1, 2, 3, 5, 7, 8, 13, 15, 16, 17, 31, 33, 64, 70)
+COUNTS = (1, 2, 7, 16, 17, 33, 69)
 
 
 def assert_rows_stand_alone(fn, x: jax.Array, counts=COUNTS) -> None:
@@ -133,7 +133,7 @@ def test_a_stack_of_layers_stands_alone_by_row_and_under_remat(rng: np.random.Ge
     weights = block_weights(rng)
     x = jnp.asarray(rng.normal(size=(20, 48)), jnp.bfloat16)
     plain = jax.jit(lambda x: block(x, weights, remat=False))
-    assert_rows_stand_alone(plain, x, counts=(1, 2, 7, 16, 17))
+    assert_rows_stand_alone(plain, x, counts=(1, 7))
     remat = jax.jit(lambda x: block(x, weights, remat=True))
     np.testing.assert_array_equal(np.asarray(remat(x), np.float32), np.asarray(plain(x), np.float32))
 
