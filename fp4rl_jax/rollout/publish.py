@@ -83,8 +83,8 @@ def publish(params: PyTree, *, config: ModelConfig, side: Side, version: int | A
         version=jnp.asarray(version, jnp.int32),
         checksums=checksums,
         stats=stats,
-        packed_bytes=sum(q.packed.nbytes + q.scales.nbytes + q.outer_scale.nbytes for q in packed),
-        packed_values=sum(int(np.prod(q.shape)) for q in packed),
+        packed_bytes=sum(q.nbytes for q in packed),
+        packed_values=sum(q.size for q in packed),
     )
 
 
