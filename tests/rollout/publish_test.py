@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fp4rl_jax import models
+from fp4rl_jax.models.params import SITE_PATHS
 from fp4rl_jax.qtensor import QTensor
 from fp4rl_jax.rollout import PublishError, compare_checksums, publish, weight_checksums
 from fp4rl_jax.rollout.checksums import checksum
@@ -24,10 +25,11 @@ def test_codes_are_those_of_the_recipes_quantizer_layer_by_layer(name):
     published = publish(tiny.params(name), config=config, side=side, version=1)
     fused = models.fuse(tiny.params(name))
     for site in models.sites(config):
-        group, leaf = models.SITE_PATHS[site]
+        group, leaf = SITE_PATHS[site]
         weight, q = fused["layers"][group][leaf], published.params["layers"][group][leaf]
+        quantize = jax.jit(side.specs[site].weight.quantize)
         for index in np.ndindex(*weight.shape[:-2]):
-            alone = side.specs[site].weight.quantize(weight[index])
+            alone = quantize(weight[index])
             np.testing.assert_array_equal(alone.packed, q.packed[index])
             np.testing.assert_array_equal(alone.scales, q.scales[index])
             assert float(alone.outer_scale) == float(q.outer_scale[index])
