@@ -5,9 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from fp4rl_jax.arrays import Array, PyTree
+from fp4rl_jax.arrays import Array
 from fp4rl_jax.ops.spec import Side, SiteSpecs
 from fp4rl_jax.qtensor import QTensor
 from fp4rl_jax.quantizers import Quantizer
@@ -25,18 +26,22 @@ class Sink:
 
 
 @dataclasses.dataclass(frozen=True)
-class RecordingQuantizer:
-    """`inner`, whose every quantized array is also sent to `put` as codes, in program order."""
+class RecordingQuantizer(Quantizer):
+    """A quantizer whose every quantized array is also sent to `put` as codes, in program order."""
 
-    inner: Quantizer
-    name: str
-    put: Callable[[str, Any], None]
+    name: str = ""
+    put: Callable[[str, Any], None] = print
 
-    def quantize(self, x: Array, *, axis: int = -1, key: Array | None = None, hint: PyTree = None) -> QTensor:
-        """As the inner one."""
-        q = self.inner.quantize(x, axis=axis, key=key, hint=hint)
+    def quantize(self, x: Array, **options: Any) -> QTensor:
+        """As the plain one."""
+        q = super().quantize(x, **options)
         jax.debug.callback(self.put, self.name, q.codes(), ordered=True)
         return q
+
+    def inner(self, x: Array, *, dtype: Any = jnp.float32, **options: Any) -> tuple[Array, Array | None]:
+        """As the plain one, through the codes."""
+        q = self.quantize(x, **options)
+        return q.inner(dtype), q.outer_scale
 
 
 def recording(side: Side, sink: Sink) -> Side:
@@ -44,6 +49,8 @@ def recording(side: Side, sink: Sink) -> Side:
     items = []
     for site, spec in side.specs.items:
         if spec.act is not None:
-            spec = dataclasses.replace(spec, act=RecordingQuantizer(spec.act, site, sink.put))
+            spec = dataclasses.replace(
+                spec, act=RecordingQuantizer(spec.act.fmt, spec.act.rounding, name=site, put=sink.put)
+            )
         items.append((site, spec))
     return dataclasses.replace(side, specs=SiteSpecs(items=tuple(items)))

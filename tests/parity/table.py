@@ -14,8 +14,10 @@ the share of flipped activation codes are the answer; nothing is hidden behind a
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +80,7 @@ class Row:
     weights: str
     prefill_decode: Gap
     trainer_rollout: Gap
-    flipped_codes: float | None
+    flipped_codes: float | None = None
 
 
 def gap(first: Any, second: Any, mask: Any) -> Gap:
@@ -123,6 +125,7 @@ def draw(published: Published, setting: Setting, side: Side, prompts: tuple[Any,
     )
 
 
+@partial(jax.jit, static_argnames=("config", "side"))
 def by_blocks(published: Published, out: Rollouts, *, config: ModelConfig, side: Side) -> jax.Array:
     """[B, T] log-probs by the rollout's side: prompts, then each completion as one block over its prompt.
 
@@ -150,12 +153,12 @@ def by_blocks(published: Published, out: Rollouts, *, config: ModelConfig, side:
 def by_trainer(setting: Setting, side: Side, out: Rollouts) -> jax.Array:
     """[B, T] log-probs by teacher-forced scoring with the trainer's parameters and side."""
 
-    score = jax.jit(scored, static_argnames=("config", "side", "temperature"))
-    return score(
+    return scored(
         setting.params, out, config=setting.config, side=side, temperature=setting.sampling.temperature
     )
 
 
+@partial(jax.jit, static_argnames=("config", "side", "temperature"))
 def scored(
     params: PyTree, out: Rollouts, *, config: ModelConfig, side: Side, temperature: float
 ) -> jax.Array:
@@ -166,7 +169,7 @@ def scored(
     ).logprobs  # fmt: skip
 
 
-def flipped_codes(published: Published, setting: Setting, prompts: tuple[Any, Any]) -> float | None:
+def flipped_codes(setting: Setting, prompts: tuple[Any, Any]) -> float | None:
     """Share of activation codes that differ between sampling and the trainer's scoring.
 
     Over real tokens of prompt and completion, at sites that both sides quantize alike and whose
@@ -179,6 +182,7 @@ def flipped_codes(published: Published, setting: Setting, prompts: tuple[Any, An
     }
     if not specs:
         return None
+    published = publish(setting.params, config=setting.config, side=setting.rollout, version=0)
     ours, theirs = Sink(), Sink()
     out = draw(published, setting, recording(setting.rollout, ours), prompts)
     by_trainer(setting, recording(setting.trainer, theirs), out)
@@ -213,11 +217,16 @@ def _align(
     return np.concatenate(mine), np.concatenate(other)
 
 
-def measure(recipe: str, model: str, *, dtype: str, order: Order) -> Row:
-    """One line of the table, on a tiny random model."""
+def tiny_setting(recipe: str, model: str, *, dtype: str, order: Order) -> Setting:
+    """A recipe's two sides on a tiny random model."""
     config = tiny.CONFIGS[model]
     trainer, rollout = tiny.sides(recipe, config, dtype=dtype, order=order)
-    setting = Setting(params=tiny.params(model), config=config, trainer=trainer, rollout=rollout)
+    return Setting(params=tiny.params(model), config=config, trainer=trainer, rollout=rollout)
+
+
+def measure(recipe: str, model: str, *, dtype: str, order: Order) -> Row:
+    """One line of the table, on a tiny random model, flipped codes not counted."""
+    setting = tiny_setting(recipe, model, dtype=dtype, order=order)
     return measure_setting(setting, names=(recipe, model), prompts=tiny.prompts(4))
 
 
@@ -231,9 +240,7 @@ def measure_setting(setting: Setting, *, names: tuple[str, str], prompts: tuple[
         trainer_side=setting.trainer,
     )
     out = draw(published, setting, setting.rollout, prompts)
-    blocks = jax.jit(by_blocks, static_argnames=("config", "side"))(
-        published, out, config=setting.config, side=setting.rollout
-    )
+    blocks = by_blocks(published, out, config=setting.config, side=setting.rollout)
     return Row(
         recipe=names[0],
         model=names[1],
@@ -242,7 +249,6 @@ def measure_setting(setting: Setting, *, names: tuple[str, str], prompts: tuple[
         weights=", ".join(sorted(set(verdicts.values()))) or "unquantized",
         prefill_decode=gap(blocks, out.rollout_logprobs, out.loss_mask),
         trainer_rollout=gap(by_trainer(setting, setting.trainer, out), out.rollout_logprobs, out.loss_mask),
-        flipped_codes=flipped_codes(published, setting, prompts),
     )
 
 
@@ -268,12 +274,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args(argv)
     cells: list[tuple[str, Order]] = [("float32", "fixed"), ("bfloat16", "fixed"), ("bfloat16", "free")]
-    rows = [
-        measure(recipe, model, dtype=dtype, order=order)
-        for recipe in tiny.RECIPES
-        for model in tiny.CONFIGS
-        for dtype, order in cells
-    ]
+    rows = []
+    for recipe, model, (dtype, order) in itertools.product(tiny.RECIPES, tiny.CONFIGS, cells):
+        setting = tiny_setting(recipe, model, dtype=dtype, order=order)
+        row = measure_setting(setting, names=(recipe, model), prompts=tiny.prompts(4))
+        flipped = flipped_codes(setting, tiny.prompts(4))
+        rows.append(dataclasses.replace(row, flipped_codes=flipped))
     print(markdown(rows), end="")
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n")
