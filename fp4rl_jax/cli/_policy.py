@@ -6,7 +6,7 @@ from typing import Any
 from absl import flags
 
 from fp4rl_jax import interchange, models, plugins, recipes
-from fp4rl_jax.arrays import DTYPES, dtype_of
+from fp4rl_jax.arrays import DTYPES
 from fp4rl_jax.cli import _flags
 from fp4rl_jax.models import ModelConfig
 from fp4rl_jax.ops.spec import Side
@@ -49,7 +49,7 @@ def load(values: flags.FlagValues) -> Policy:
     """
     recipe, dtype = _flags.get(values, "recipe", str), _flags.get(values, "dtype", str)
     module = plugins.load(recipes, recipe)
-    loaded = interchange.load(_flags.get(values, "model", str), dtype=dtype_of(dtype))
+    loaded = interchange.load(_flags.get(values, "model", str), dtype="float32")
     spec = module.rollout(module.Config())
     side = Side(specs=spec.resolve(models.sites(loaded.config)), dtype=dtype, kv=spec.kv)
     published = publish(loaded.params, config=loaded.config, side=side, version=0)
