@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     start = time.perf_counter()
-    loaded = interchange.load(options.model, dtype=jnp.bfloat16)
+    loaded = interchange.load(options.model, dtype="bfloat16")
     load_seconds = time.perf_counter() - start
     questions = [
         f"What is {a} + {a + 3}? Answer with the number only." for a in range(options.rows // options.group)

@@ -53,12 +53,14 @@ class Impl:
         name: what a configuration calls it.
         run: the function, with the operation's `reference` signature.
         refuses: facts -> the reason why it cannot run them, or None.
+        native: whether the hardware multiplies the quantized elements themselves.
         verified_on: hardware it was run and compared on; `auto` passes over an empty tuple.
     """
 
     name: str
     run: Callable[..., Any]
     refuses: Callable[[Facts], str | None]
+    native: bool = False
     verified_on: tuple[str, ...] = ()
 
 

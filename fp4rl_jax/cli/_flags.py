@@ -55,6 +55,14 @@ def parse(values: flags.FlagValues, argv: Sequence[str], *, name: str, summary: 
         raise Done(2) from error
 
 
+def get[T](values: flags.FlagValues, name: str, kind: type[T]) -> T:
+    """The value of flag `name`, which was defined as a `kind` with a default."""
+    found = values[name].value
+    if not isinstance(found, kind):
+        raise TypeError(f"flag {name} holds {found!r}, expected {kind.__name__}")
+    return found
+
+
 def load_config(values: flags.FlagValues, *, name: str) -> "config.Config":
     """The configuration that `--config` and `--set` give, built and validated.
 

@@ -6,7 +6,8 @@ from typing import Any
 from absl import flags
 
 from fp4rl_jax import interchange, models, plugins, recipes
-from fp4rl_jax.arrays import DTYPES, dtype_of
+from fp4rl_jax.arrays import DTYPES
+from fp4rl_jax.cli import _flags
 from fp4rl_jax.models import ModelConfig
 from fp4rl_jax.ops.spec import Side
 from fp4rl_jax.rollout import Published, SamplingConfig, publish
@@ -46,9 +47,9 @@ def load(values: flags.FlagValues) -> Policy:
         ValueError: the recipe does not exist or does not fit the model, or the checkpoint is wrong.
         OSError: the checkpoint cannot be read.
     """
-    recipe, dtype = str(values["recipe"].value), str(values["dtype"].value)
+    recipe, dtype = _flags.get(values, "recipe", str), _flags.get(values, "dtype", str)
     module = plugins.load(recipes, recipe)
-    loaded = interchange.load(str(values["model"].value), dtype=dtype_of(dtype))
+    loaded = interchange.load(_flags.get(values, "model", str), dtype="float32")
     spec = module.rollout(module.Config())
     side = Side(specs=spec.resolve(models.sites(loaded.config)), dtype=dtype, kv=spec.kv)
     published = publish(loaded.params, config=loaded.config, side=side, version=0)

@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     flags.DEFINE_string("out", None, "write every item's answers here, as JSON lines", flag_values=values)
     _flags.parse(values, argv, name="eval", summary=SUMMARY)
     try:
-        task = build_task(str(values["task"].value), values["set"].value or ())
+        task = build_task(_flags.get(values, "task", str), values["set"].value or ())
         policy = _policy.load(values)
         print(_policy.describe(policy), file=sys.stderr)
         found = _evaluate(policy, task, values)
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         return 1
     print(summary(found, tuple(int(k) for k in values["pass_at"].value or ())))
     if values["out"].value is not None:
-        _write(found, Path(str(values["out"].value)))
+        _write(found, Path(_flags.get(values, "out", str)))
     return 0
 
 
@@ -61,8 +61,8 @@ def build_task(name: str, overrides: Sequence[str]) -> Task:
 
 
 def _evaluate(policy: Policy, task: Task, values: flags.FlagValues) -> Evaluation:
-    tokenizer, width = policy.tokenizer, int(values["prompt_width"].value)
-    limit = min(int(values["limit"].value), len(task.eval))
+    tokenizer, width = policy.tokenizer, _flags.get(values, "prompt_width", int)
+    limit = min(_flags.get(values, "limit", int), len(task.eval))
     evaluator = Evaluator(
         encode=lambda items: encode_prompts(
             tokenizer, [item.messages for item in items], width=width, names=[item.key for item in items]
@@ -72,11 +72,11 @@ def _evaluate(policy: Policy, task: Task, values: flags.FlagValues) -> Evaluatio
         config=policy.config,
         side=policy.side,
         sampling=_policy.sampling(values, tokenizer),
-        batch_prompts=int(values["batch_prompts"].value),
-        num_samples=int(values["num_samples"].value),
+        batch_prompts=_flags.get(values, "batch_prompts", int),
+        num_samples=_flags.get(values, "num_samples", int),
     )
     items = [task.eval[index] for index in range(limit)]
-    key = jax.random.key(int(values["seed"].value))
+    key = jax.random.key(_flags.get(values, "seed", int))
     return evaluate(policy.published, items, key, evaluator=evaluator)
 
 

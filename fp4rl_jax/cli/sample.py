@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         sampling = _policy.sampling(values, policy.tokenizer)
         print(_policy.describe(policy), file=sys.stderr)
         if values["prompts"].value is None:
-            _chat(policy, sampling, jax.random.key(int(values["seed"].value)))
+            _chat(policy, sampling, jax.random.key(_flags.get(values, "seed", int)))
         else:
             _answer_file(policy, sampling, values)
     except (ValueError, OSError, PublishError) as error:
@@ -124,18 +124,22 @@ def _answer(policy: Policy, out: Any, row: int) -> dict[str, Any]:
 
 
 def _answer_file(policy: Policy, sampling: SamplingConfig, values: flags.FlagValues) -> None:
-    prompts = read_prompts(Path(str(values["prompts"].value)))
+    prompts = read_prompts(Path(_flags.get(values, "prompts", str)))
     found = answers(
-        policy, sampling, prompts, key=jax.random.key(int(values["seed"].value)),
-        num_samples=int(values["num_samples"].value), batch_prompts=int(values["batch_prompts"].value),
-    )  # fmt: skip
+        policy,
+        sampling,
+        prompts,
+        key=jax.random.key(_flags.get(values, "seed", int)),
+        num_samples=_flags.get(values, "num_samples", int),
+        batch_prompts=_flags.get(values, "batch_prompts", int),
+    )
     if values["out"].value is None:
         for number, texts in found:
             print(f"> {_shown(prompts[number])}")
             for answer in texts:
                 print(answer["text"], end="\n\n")
         return
-    with open(str(values["out"].value), "w", encoding="utf-8") as file:
+    with open(_flags.get(values, "out", str), "w", encoding="utf-8") as file:
         for number, texts in found:
             file.write(json.dumps({"prompt": prompts[number], "answers": texts}) + "\n")
 

@@ -43,12 +43,15 @@ class Format:
         scale_width: bytes of scale data a block carries.
         scale_nan: the byte that marks a poisoned block in the first of them; None where the
             outer scale does.
+        native: name of the jax dtype whose values the elements are and that some hardware
+            multiplies, where no block scale comes between; None otherwise.
     """
 
     code_bits: ClassVar[int] = 4
     grid: ClassVar[Grid]
     scale_width: ClassVar[int] = 1
     scale_nan: ClassVar[int | None] = 0xFF
+    native: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

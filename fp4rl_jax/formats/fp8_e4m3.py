@@ -23,6 +23,7 @@ class FP8E4M3(Format):
     code_bits: ClassVar[int] = 8
     scale_width: ClassVar[int] = 0
     scale_nan: ClassVar[int | None] = None
+    native: ClassVar[str | None] = "float8_e4m3fn"
     grid: ClassVar[Grid] = Grid(values=(0.0, _e4m3.MAX))
 
     def __post_init__(self) -> None:

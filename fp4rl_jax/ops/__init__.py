@@ -5,6 +5,7 @@ from fp4rl_jax.ops.grouped import grouped_matmul
 from fp4rl_jax.ops.matmul import matmul
 from fp4rl_jax.ops.norms import rms_norm
 from fp4rl_jax.ops.operands import Prepared, prepare, prepare_weight, quantize_weight
+from fp4rl_jax.ops.report import SiteReport, report
 from fp4rl_jax.ops.rounding import pointwise
 from fp4rl_jax.ops.segments import Segment
 from fp4rl_jax.ops.spec import HIGH_PRECISION, MatmulSpec, Side, SideSpec, SiteSpecs
@@ -17,6 +18,7 @@ __all__ = [
     "Segment",
     "Side",
     "SideSpec",
+    "SiteReport",
     "SiteSpecs",
     "attention",
     "grouped_matmul",
@@ -26,5 +28,6 @@ __all__ = [
     "prepare_weight",
     "quant_stats",
     "quantize_weight",
+    "report",
     "rms_norm",
 ]

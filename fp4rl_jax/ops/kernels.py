@@ -1,5 +1,7 @@
 """The only door to `pallas_kernels`: facts from the machine and the operands, then the call."""
 
+import functools
+
 import jax.numpy as jnp
 
 import pallas_kernels.grouped_matmul
@@ -14,8 +16,11 @@ __all__ = [
     "Facts",
     "UnsupportedError",
     "facts_of",
+    "grouped_matmul",
+    "grouped_outer",
+    "hardware_dtypes",
     "matmul",
-    "select_grouped_matmul",
+    "select_grouped",
     "select_matmul",
 ]
 
@@ -38,6 +43,19 @@ def select_matmul(facts: Facts) -> Choice:
 def select_grouped_matmul(facts: Facts) -> Choice:
     """The grouped matmul implementation that these facts lead to, with the reasons."""
     return pallas_kernels.grouped_matmul.select(facts)
+
+
+def select_grouped(facts: Facts) -> Choice:
+    """The grouped-matmul implementation that these facts lead to, with the reasons."""
+    return pallas_kernels.grouped_matmul.select(facts)
+
+
+@functools.cache
+def hardware_dtypes(machine: Machine) -> tuple[str, ...]:
+    """Quantized element dtypes that some verified matmul of this machine multiplies natively."""
+    fp8 = pallas_kernels.matmul.FP8
+    choice = select_matmul(facts_of(machine, m=16, n=16, k=16, x_dtype=fp8, w_dtype=fp8))
+    return (fp8,) if choice.impl.native else ()
 
 
 def matmul(x: Array, w: Array, *, dims: tuple[int, int] = (1, 1), order: str = "free") -> Array:

@@ -51,6 +51,7 @@ class Plan:
     order: Order
     out_dtype: str
     machine: Machine
+    natives: tuple[str, ...] = ()
 
 
 def matmul(
@@ -87,11 +88,13 @@ def matmul(
     """
     if x.shape[-1] != w.shape[-1] or w.ndim != 2:
         raise ValueError(f"x {x.shape} and w {w.shape} do not form [..., K] @ [N, K].T")
+    machine = machines.current()
     plan = Plan(
         spec=spec,
         order=order,
         out_dtype=jnp.dtype(out_dtype or x.dtype).name,
-        machine=machines.current(),
+        machine=machine,
+        natives=kernels.hardware_dtypes(machine),
     )
     return _matmul(plan, x, w, key, hint)
 
@@ -116,11 +119,11 @@ def decoded_operands(
     """The forward operands: x quantized (all its rows at once), and w unless it was published."""
     spec = plan.spec
     if not isinstance(w, QTensor | Prepared) and spec.weight is not None:
-        dtype = operand_dtype(plan.machine, spec.act or x, spec.weight)
+        dtype = operand_dtype(plan.machine, spec.act or x, spec.weight, natives=plan.natives)
         w_d = encode_weight(spec.weight, w, dtype, key=fold_key(key, 1))
     else:
         w = w if isinstance(w, QTensor | Prepared) else w.astype(x.dtype)
-        dtype = operand_dtype(plan.machine, spec.act or x, w)
+        dtype = operand_dtype(plan.machine, spec.act or x, w, natives=plan.natives)
         w_d = decode(w, dtype)
     if spec.act is None:
         return decode(x, dtype), w_d

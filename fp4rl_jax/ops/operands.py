@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from fp4rl_jax.arrays import Array, PyTree
+from fp4rl_jax.ops import kernels
 from fp4rl_jax.ops import machine as machines
 from fp4rl_jax.ops.machine import Machine
 from fp4rl_jax.qtensor import QTensor
@@ -52,7 +53,11 @@ class Prepared:
         return self.operand.ndim
 
 
-def is_narrow(operand: "Array | QTensor | Prepared | Quantizer") -> bool:
+#: Whatever tells which values an operand holds.
+Described = jax.ShapeDtypeStruct | Array | QTensor | Prepared | Quantizer
+
+
+def is_narrow(operand: Described) -> bool:
     """Whether an operand's values, block scales applied, are exact in bfloat16.
 
     A quantizer answers for what it will make.
@@ -64,11 +69,27 @@ def is_narrow(operand: "Array | QTensor | Prepared | Quantizer") -> bool:
     return operand.dtype == BFLOAT16
 
 
-def operand_dtype(machine: Machine, *operands: "Array | QTensor | Prepared | Quantizer") -> jnp.dtype:
-    """The dtype of one dot: float32 if any operand needs it, else the machine's choice."""
+def operand_dtype(machine: Machine, *operands: Described, natives: tuple[str, ...] = ()) -> jnp.dtype:
+    """The dtype of one dot.
+
+    The format's own where all operands share one of `natives`, float32 if any operand needs it,
+    else the machine's choice for values of few bits.
+    """
+    shared = {_native(operand) for operand in operands}
+    if len(shared) == 1 and shared <= set(natives):
+        return jnp.dtype(shared.pop())
     if all(is_narrow(operand) for operand in operands):
         return jnp.dtype(machine.narrow)
     return FLOAT32
+
+
+def _native(operand: Described) -> str | None:
+    """The hardware dtype that holds the operand's values, if its format is one."""
+    if isinstance(operand, QTensor | Quantizer):
+        return operand.fmt.native if is_narrow(operand) else None
+    if isinstance(operand, Prepared):
+        return jnp.dtype(operand.operand.dtype).name
+    return None
 
 
 def decode(operand: "Array | QTensor | Prepared", dtype: jnp.dtype) -> Prepared:
@@ -157,7 +178,9 @@ def prepare(tree: PyTree) -> PyTree:
 
 def prepare_weight(weight: "Array | QTensor", machine: Machine | None = None) -> Prepared:
     """`prepare` of one weight [..., N, K], whatever its number of axes."""
-    return decode(weight, operand_dtype(machine or machines.current(), weight))
+    machine = machine or machines.current()
+    natives = kernels.hardware_dtypes(machine)
+    return decode(weight, operand_dtype(machine, weight, natives=natives))
 
 
 def _is_weight(leaf: "Array | QTensor | Prepared") -> bool:

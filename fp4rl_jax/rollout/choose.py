@@ -8,6 +8,7 @@ is that of the one-level form. Every draw depends on the row's own key and step 
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.rollout.config import SamplingConfig
@@ -16,7 +17,7 @@ _BLOCK = 128
 _CUT = -jnp.inf  # the logit of a token that cannot be sampled
 
 
-def row_keys(sample_key: Array, row_ids: Array) -> Array:
+def row_keys(sample_key: Array, row_ids: Array | np.ndarray) -> Array:
     """One key a row, from the key of the whole rollout and the rows' global ids.
 
     Args:
@@ -26,7 +27,7 @@ def row_keys(sample_key: Array, row_ids: Array) -> Array:
     Returns:
         [B] typed PRNG keys; equal (key, id) pairs give equal keys whatever the batch.
     """
-    return jax.vmap(lambda i: jax.random.fold_in(sample_key, i))(row_ids)
+    return jax.vmap(lambda i: jax.random.fold_in(sample_key, i))(jnp.asarray(row_ids))
 
 
 def choose(scores: Array, keys: Array, sampling: SamplingConfig) -> Array:

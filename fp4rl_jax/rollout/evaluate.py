@@ -36,7 +36,7 @@ class Evaluator:
     """
 
     encode: Callable[[Sequence[Any]], tuple[np.ndarray, np.ndarray]]
-    decode: Callable[[np.ndarray], str]
+    decode: Callable[[list[int]], str]
     reward: Callable[[Any, str], Reward]
     config: ModelConfig
     side: Side
@@ -164,17 +164,7 @@ def _score_chunk(rollouts: Rollouts, chunk: list[Any], evaluator: Evaluator) -> 
     for row in range(len(chunk) * evaluator.num_samples):
         item = chunk[row // evaluator.num_samples]
         mask = rollouts.loss_mask[row]
-        text = evaluator.decode(np.asarray(rollouts.tokens[row])[np.asarray(mask)])
+        text = evaluator.decode(np.asarray(rollouts.tokens[row])[np.asarray(mask)].tolist())
         reward = evaluator.reward(item, text)
-        if not np.isfinite(reward.value):
-            raise ValueError(f"reward {reward.value} of item {item!r} is not finite (completion {text!r})")
-        found.append(
-            (
-                text,
-                reward.value,
-                reward.correct,
-                rollouts.finished[row],
-                mask.sum(),
-            )
-        )
+        found.append((text, reward.value, reward.correct, rollouts.finished[row], mask.sum()))
     return found

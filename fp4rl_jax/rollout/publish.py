@@ -170,7 +170,7 @@ def _publish(params: PyTree, config: ModelConfig, side: Side):
         return q
 
     fused = models.map_sites(pack, models.fuse(params))
-    return _cast(fused, side), _join_stacks(checksums, jnp.concatenate), _join_stacks(stats, sum), finite
+    return _cast(fused, side), _join_stacks(checksums, jnp.concatenate), _join_stacks(stats, _total), finite
 
 
 def _cast(fused: PyTree, side: Side) -> PyTree:
@@ -185,9 +185,13 @@ def _cast(fused: PyTree, side: Side) -> PyTree:
     return jax.tree.map(jnp.copy, fused)
 
 
-def _join_stacks(per_stack: dict[str, list], join: Callable[[list], Array]) -> dict:
+def _join_stacks(per_stack: dict[str, list], join: Callable[[list[Array]], Array]) -> dict:
     """Joins what the stacks of layers gave, in layer order."""
-    return {site: jax.tree.map(lambda *parts: join(parts), *found) for site, found in per_stack.items()}
+    return {site: jax.tree.map(lambda *parts: join(list(parts)), *found) for site, found in per_stack.items()}
+
+
+def _total(parts: list[Array]) -> Array:
+    return sum(parts[1:], start=parts[0])
 
 
 @partial(jax.jit, static_argnames=("config", "side"))

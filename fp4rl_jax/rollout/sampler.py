@@ -6,12 +6,14 @@ log-probs come from the function that scoring uses; the cache lives and dies ins
 it can never meet another version of the parameters.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from functools import partial
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fp4rl_jax import models
 from fp4rl_jax.arrays import Array, PyTree
@@ -26,10 +28,10 @@ from fp4rl_jax.rollout.state import Prefix, SamplerState
 
 def sample(
     published: Published,
-    prompts: Array,
-    prompt_mask: Array,
+    prompts: Array | np.ndarray,
+    prompt_mask: Array | np.ndarray,
     *,
-    row_limits: Array,
+    row_limits: Array | np.ndarray,
     keys: Array,
     config: ModelConfig,
     side: Side,
@@ -206,7 +208,7 @@ def decode(
         cache=state.cache,
         cache_index=index,
     )
-    return state.replace(cache=out.kv), out.hidden[:, 0]
+    return dataclasses.replace(state, cache=out.kv), out.hidden[:, 0]
 
 
 def _emit(
@@ -231,7 +233,8 @@ def _emit(
     def write(column: Array, values: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(column, values[:, None], state.step, axis=1)
 
-    return state.replace(
+    return dataclasses.replace(
+        state,
         step=step,
         tokens=write(state.tokens, token.astype(jnp.int32)),
         logprobs=write(state.logprobs, logprob),

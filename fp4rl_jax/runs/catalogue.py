@@ -82,14 +82,11 @@ CATALOGUE = (
     Metric("*/underflow", "0..1", "Per site and operand: share of non-zero values whose code is zero."),
     Metric("*/saturation", "0..1", "Per site and operand: share of values beyond their block's largest."),
     Metric("*/zero_scale", "0..1", "Per site and operand: share of non-zero blocks whose scale is zero."),
-    Metric("*/flipped_codes", "0..1", "Per site: share of activation codes that differ between the sides."),
-    Metric("moved_tokens_share", "0..1", "Share of tokens whose log-prob gap is above 0.01 nat."),
     Metric("tokens_per_second", "tokens/s", "Sampled tokens over the seconds of the rollout.", clock=True),
     Metric("step_seconds", "s", "Wall-clock seconds of the step.", clock=True),
     Metric(
         "*_seconds", "s", "Wall-clock seconds of one phase (publish, rollout, reference, update).", clock=True
     ),
-    Metric("peak_rss_bytes", "bytes", "Largest resident memory of the process so far.", clock=True),
 )
 
 

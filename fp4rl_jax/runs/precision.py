@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fp4rl_jax import models
 from fp4rl_jax.arrays import dtype_of
@@ -139,8 +140,8 @@ def _precision(
 ) -> SitePrecision:
     m, n, k = dims
     dtype = dtype_of(side.dtype)
+    plain = jnp.zeros((), dtype)
     here = machine.current()
-    plain: Any = jax.ShapeDtypeStruct((), dtype)
     operand = operands.operand_dtype(here, spec.act or plain, spec.weight or plain).name
     facts = kernels.facts_of(here, m=m, n=n, k=k, x_dtype=operand, w_dtype=operand, order=side.order)
     choice = select(facts)

@@ -34,6 +34,7 @@ from fp4rl_jax.tasks._worker import Worker
 
 INSTRUCTION = "Give the final answer between <answer> and </answer>."
 EVAL_SHARE = 0.1  # of the questions
+REPEATED = 20  # items made twice, to see that a data set depends on its seed alone
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,8 @@ def build(config: Config) -> Task:
     """Builds the task; the scorer starts with the first answer.
 
     Raises:
-        ValueError: an unknown data set (with the nearest name), or too few distinct questions.
+        ValueError: an unknown data set (with the nearest name), one that gives other items when asked
+            again, or too few distinct questions.
         ModuleNotFoundError: reasoning-gym is not installed.
         TypeError: an option that the data set does not have.
     """
@@ -121,6 +123,12 @@ class _Questions:
     def __init__(self, dataset: Any, config: Config):
         self._dataset, self._config = dataset, config
         self[0]  # refuses, before a run starts, a data set whose every question is held out
+        for index in range(min(REPEATED, len(self))):
+            if self._item(index) != self._item(index):
+                raise ValueError(
+                    f"{config.dataset!r} does not repeat itself: item {index} differs when made again, "
+                    "so that it can neither be scored nor resumed"
+                )
 
     def __len__(self) -> int:
         return self._config.train_size

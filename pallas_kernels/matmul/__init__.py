@@ -10,11 +10,12 @@ from pallas_kernels.matmul import reference, rows, xla
 
 Array = jax.Array
 
-CPU, H200 = "x86-64 CPU", "NVIDIA H200"
+CPU = "x86-64 CPU"
+FP8 = xla.FP8
 
 #: The written order of `impl="auto"`; the reference is last and never refuses.
 IMPLS = (
-    Impl(name="xla_fp8", run=xla.dense, refuses=xla.refuses_fp8, verified_on=()),
+    Impl(name="xla_fp8", run=xla.dense, refuses=xla.refuses_fp8, native=True),
     Impl(name="xla", run=xla.dense, refuses=xla.refuses_dense, verified_on=(CPU,)),
     Impl(name="rows", run=rows.matmul, refuses=rows.refuses, verified_on=(CPU,)),
     Impl(

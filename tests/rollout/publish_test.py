@@ -129,7 +129,7 @@ def test_underflow_saturation_and_zero_blocks_are_reported_per_site():
     layers = {**masters["layers"], "attn": {**masters["layers"]["attn"], "out": out}}
     stats = publish({**masters, "layers": layers}, config=config, side=side, version=1).stats
     assert set(stats) == set(models.sites(config))
-    zero = stats["attn/out"]["zero_scale_blocks"]
+    zero = stats["attn/out"]["zero_scale"]
     assert (float(zero.total), float(zero.count)) == (1.0, 2 * 64 * 64 / 16)
     assert 0 < float(stats["mlp/down"]["underflow"].total) < float(stats["mlp/down"]["underflow"].count)
 

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import jax.numpy as jnp
+
+from fp4rl_jax.objectives.mismatch import mismatch_metrics
 from fp4rl_jax.runs import build_manifest, catalogue, exit_codes
 from fp4rl_jax.runs.config import RunConfig
 from fp4rl_jax.runs.directory import CONFIG, EVALS, MANIFEST, METRICS, TRANSCRIPTS
@@ -23,6 +26,13 @@ def test_exit_codes_files_and_manifest_keys_are_documented():
         assert f"| `{name}` |" in TEXT
     manifest = build_manifest(seed=0, implementations={}, numerics={})
     assert [key for key in manifest if f"`{key}`" not in TEXT] == []
+
+
+def test_every_mismatch_metric_is_documented_by_name():
+    zeros = jnp.zeros((1, 2))
+    found = mismatch_metrics(zeros, zeros, jnp.ones((1, 2), bool))
+    exact = {metric.key for metric in catalogue.CATALOGUE}
+    assert sorted(set(found) - exact) == [] and len(found) >= 25
 
 
 def test_families_match_and_unknown_keys_do_not():

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -112,11 +113,17 @@ def test_forty_random_kills(server, tmp_path, rng):
     assert half_written >= 10, f"only {half_written} of 40 kills fell into a save"
 
 
-def kill_at_file_operation(server: Server, root: Path, event: int) -> bool:
-    """Two sound checkpoints, then a third killed at its `event`-th operation; False if it got through."""
-    checkpointer = Checkpointer(root)
+@pytest.fixture(scope="module")
+def two_saved(tmp_path_factory) -> Path:
+    """A folder with two sound checkpoints, to copy."""
+    root = tmp_path_factory.mktemp("two_saved")
     for step in (1, 2):
-        checkpointer.save(step, victim.state_of(step), {"position": step})
+        Checkpointer(root).save(step, victim.state_of(step), {"position": step})
+    return root
+
+
+def kill_at_file_operation(server: Server, root: Path, event: int) -> bool:
+    """A third checkpoint is killed at its `event`-th operation; False if it got through."""
     server.start(do="event", root=str(root), event=event, step=3)
     status = server.status()
     assert status in (0, signal.SIGKILL)
@@ -127,14 +134,16 @@ def kill_at_file_operation(server: Server, root: Path, event: int) -> bool:
     return status != 0 and restored.step in (2, 3)
 
 
-def test_killed_at_the_fifth_file_operation(server, tmp_path):
-    assert kill_at_file_operation(server, tmp_path, 5)
+def test_killed_at_the_fifth_file_operation(server, tmp_path, two_saved):
+    shutil.copytree(two_saved, tmp_path / "5")
+    assert kill_at_file_operation(server, tmp_path / "5", 5)
 
 
 @pytest.mark.slow
-def test_killed_at_every_file_operation(server, tmp_path):
+def test_killed_at_every_file_operation(server, tmp_path, two_saved):
     killed = 0
     for event in range(200):
+        shutil.copytree(two_saved, tmp_path / str(event))
         if not kill_at_file_operation(server, tmp_path / str(event), event):
             break
         killed += 1

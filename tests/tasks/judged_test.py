@@ -138,6 +138,12 @@ def test_gym_scores_other_right_answers_than_the_gold():
 
 
 @pytest.mark.tasks
+def test_gym_refuses_a_data_set_that_does_not_repeat_itself():
+    with pytest.raises(ValueError, match="'list_functions' does not repeat itself: item"):
+        _gym("list_functions")
+
+
+@pytest.mark.tasks
 def test_gym_names_unknown_data_sets_and_too_small_ones():
     with pytest.raises(ValueError, match="did you mean 'chain_sum'"):
         _gym("chainsum")

@@ -177,6 +177,7 @@ def _dress(axes: Any, title: str, unit: str) -> None:
     axes.grid(True, color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=8, colors=_INK, length=0)
+    axes.ticklabel_format(axis="y", useOffset=False)
     axes.xaxis.get_major_locator().set_params(integer=True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -1,0 +1,85 @@
+"""What is executed at every site: precision, implementation and the reason, before anything runs."""
+
+import dataclasses
+
+import jax
+
+from fp4rl_jax.arrays import dtype_of
+from fp4rl_jax.ops import kernels
+from fp4rl_jax.ops import machine as machines
+from fp4rl_jax.ops.machine import Machine
+from fp4rl_jax.ops.operands import operand_dtype
+from fp4rl_jax.ops.spec import MatmulSpec, Side
+from fp4rl_jax.quantizers import Quantizer
+
+#: What `SiteReport.precision` can say.
+NATIVE, EMULATED, REFERENCE = "native", "emulated-exact", "reference"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SiteReport:
+    """How one site's forward matmul is executed.
+
+    Attributes:
+        site: its name.
+        weight, act, grad: formats of the operands; the side's dtype where unquantized, "-" where
+            a gradient is not quantized.
+        backward: the backward mode of the spec.
+        precision: "native" (the hardware multiplies the elements as they are stored),
+            "emulated-exact" (exactly decoded operands in a wider dtype, float32 accumulation, outer
+            scales after it: equal to the native product up to the order of the sum) or "reference"
+            (operands dequantized to float32, whose rounding no hardware matmul has).
+        dtype: of the operands in the dot.
+        impl: the chosen implementation.
+        reason: why it and not an earlier one of the written order.
+    """
+
+    site: str
+    weight: str
+    act: str
+    grad: str
+    backward: str
+    precision: str
+    dtype: str
+    impl: str
+    reason: str
+
+
+def report(side: Side, machine: Machine | None = None) -> tuple[SiteReport, ...]:
+    """Reports every site of a side on a machine (the current one by default)."""
+    machine = machine or machines.current()
+    return tuple(_site(name, spec, side, machine) for name, spec in side.specs.items)
+
+
+def _site(name: str, spec: MatmulSpec, side: Side, machine: Machine) -> SiteReport:
+    plain = jax.ShapeDtypeStruct((), dtype_of(side.dtype))
+    operands = (spec.act or plain, spec.weight or plain)
+    select, natives = kernels.select_matmul, kernels.hardware_dtypes(machine)
+    if name.startswith("experts/"):
+        select, natives = kernels.select_grouped, ()
+    dtype = operand_dtype(machine, *operands, natives=natives).name
+    choice = select(kernels.facts_of(machine, x_dtype=dtype, w_dtype=dtype, order=side.order))
+    quantized = [q for q in (spec.act, spec.weight) if q is not None]
+    return SiteReport(
+        site=name,
+        weight=_format(spec.weight, side.dtype),
+        act=_format(spec.act, side.dtype),
+        grad=_format(spec.grad, "-"),
+        backward=spec.backward,
+        precision=_precision(quantized, choice, side.dtype == dtype),
+        dtype=dtype,
+        impl=choice.impl.name,
+        reason=choice.reason,
+    )
+
+
+def _precision(quantized: list[Quantizer], choice: kernels.Choice, same_dtype: bool) -> str:
+    if choice.impl.name == "reference" or any(q.fmt.span == "block" for q in quantized):
+        return REFERENCE
+    if choice.impl.native or (not quantized and same_dtype):
+        return NATIVE
+    return EMULATED
+
+
+def _format(quantizer: Quantizer | None, otherwise: str) -> str:
+    return otherwise if quantizer is None else quantizer.fmt.name
