@@ -165,9 +165,9 @@ class Builder:
             names=[item.key for item in items],
         )
 
-    def decode(self, ids: np.ndarray) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """The text of a completion, special tokens left out."""
-        return self.tokenizer.decode(ids.tolist())
+        return self.tokenizer.decode(ids)
 
     def sample(self, published: Published, prompts: np.ndarray, mask: np.ndarray, key: Array) -> Rollouts:
         """One round of training rollouts, keyed per row."""

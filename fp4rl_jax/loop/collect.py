@@ -34,7 +34,7 @@ class Collector:
     draw: Callable[[], Sequence[Any]]
     encode: Callable[[Sequence[Any]], tuple[np.ndarray, np.ndarray]]
     sample: Callable[[Any, np.ndarray, np.ndarray, Array], Rollouts]
-    decode: Callable[[np.ndarray], str]
+    decode: Callable[[list[int]], str]
     reward: RewardFn
     wanted: Callable[[np.ndarray], Any]
     num_prompts: int
@@ -99,7 +99,8 @@ def _round(published: Any, key: Array, collector: Collector) -> Collected:
     prompts, prompt_mask = collector.encode(items)
     rollouts = jax.device_get(collector.sample(published, prompts, prompt_mask, key))
     completions = tuple(
-        collector.decode(row[mask]) for row, mask in zip(rollouts.tokens, rollouts.loss_mask, strict=True)
+        collector.decode(row[mask].tolist())
+        for row, mask in zip(rollouts.tokens, rollouts.loss_mask, strict=True)
     )
     owners = [item for item in items for _ in range(collector.group_size)]
     found = [collector.reward(item, text) for item, text in zip(owners, completions, strict=True)]

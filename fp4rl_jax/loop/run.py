@@ -77,10 +77,10 @@ def run(job: Job) -> int:
                 _record(job, number, step, progress)
                 number += 1
                 _check_skips(job, state, parts)
-                if _due(number, job.directory.config.checkpoint_every) or stop.by or number == job.steps:
-                    _save(job, number, state, host)
                 if _due(number, job.eval_every) and number < job.steps:
                     _evaluate(job, state, number, "during", progress)
+                if _due(number, job.directory.config.checkpoint_every) or stop.by or number == job.steps:
+                    _save(job, number, state, host)
         if number < job.steps:
             progress.message(f"{stop.by}: saved after step {number}, please restart with run.resume=auto")
             return exit_codes.SAVED_PLEASE_RESTART
@@ -122,6 +122,7 @@ def _transcripts(step: Step, count: int) -> list[dict[str, Any]]:
     collected = step.collected
     gap = np.abs(step.trainer_logprobs - np.asarray(collected.rollouts.rollout_logprobs))
     gap = np.where(np.asarray(collected.rollouts.loss_mask), gap, 0.0).max(axis=-1)
+    rows = len(collected.completions)
     return [
         {
             "prompt": collected.items[i // collected.rollouts.group_size].prompt,
@@ -130,7 +131,7 @@ def _transcripts(step: Step, count: int) -> list[dict[str, Any]]:
             "reward_parts": {name: float(values[i]) for name, values in collected.parts.items()},
             "logprob_gap_max": float(gap[i]),
         }
-        for i in range(min(count, len(collected.completions)))
+        for i in np.unique(np.linspace(0, rows - 1, min(count, rows), dtype=int)).tolist()
     ]
 
 
