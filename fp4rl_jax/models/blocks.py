@@ -108,11 +108,17 @@ def site_stats(x: Array, weight: Any, spec: MatmulSpec, *, mask: Array, key: Arr
     found = {}
     if spec.act is not None:
         x = jax.lax.stop_gradient(x)
-        found["act"] = ops.quant_stats(x, spec.act.quantize(x, axis=-1, key=key), mask=mask)
+        q = spec.act.quantize(x, axis=-1, key=_fold(key, 0))
+        found["act"] = ops.quant_stats(x, q, mask=mask)
     if spec.weight is not None and isinstance(weight, jax.Array):
         weight = jax.lax.stop_gradient(weight)
-        found["weight"] = ops.quant_stats(weight, spec.weight.quantize(weight, axis=-1, key=key))
+        found["weight"] = ops.quant_stats(weight, ops.quantize_weight(weight, spec.weight, key=_fold(key, 1)))
     return found
+
+
+def _fold(key: Array | None, number: int) -> Array | None:
+    """The key that `ops.matmul` gives to its operand of that number."""
+    return None if key is None else jax.random.fold_in(key, number)
 
 
 def layer(
