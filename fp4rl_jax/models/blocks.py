@@ -17,10 +17,9 @@ from fp4rl_jax import ops
 from fp4rl_jax.arrays import Array, PyTree, dtype_of
 from fp4rl_jax.models import rope
 from fp4rl_jax.models.config import ModelConfig
-from fp4rl_jax.models.numerics import add, round_to, settle
+from fp4rl_jax.models.numerics import add, round_to, settle, sum_last
 from fp4rl_jax.models.params import SITE_PATHS
-from fp4rl_jax.ops.rounding import tree_sum
-from fp4rl_jax.ops.spec import HIGH_PRECISION, MatmulSpec, Side
+from fp4rl_jax.ops.spec import HIGH_PRECISION, MatmulSpec, Order, Side
 
 Stats = Literal["off", "on"]
 
@@ -108,11 +107,17 @@ def site_stats(x: Array, weight: Any, spec: MatmulSpec, *, mask: Array, key: Arr
     found = {}
     if spec.act is not None:
         x = jax.lax.stop_gradient(x)
-        found["act"] = ops.quant_stats(x, spec.act.quantize(x, axis=-1, key=key), mask=mask)
+        q = spec.act.quantize(x, axis=-1, key=_fold(key, 0))
+        found["act"] = ops.quant_stats(x, q, mask=mask)
     if spec.weight is not None and isinstance(weight, jax.Array):
         weight = jax.lax.stop_gradient(weight)
-        found["weight"] = ops.quant_stats(weight, spec.weight.quantize(weight, axis=-1, key=key))
+        found["weight"] = ops.quant_stats(weight, ops.quantize_weight(weight, spec.weight, key=_fold(key, 1)))
     return found
+
+
+def _fold(key: Array | None, number: int) -> Array | None:
+    """The key that `ops.matmul` gives to its operand of that number."""
+    return None if key is None else jax.random.fold_in(key, number)
 
 
 def layer(
@@ -161,26 +166,30 @@ def _project(
     if config.qk_norm:
         q = calls.norm(q, weights["q_norm"], config.rms_eps)
         k = calls.norm(k, weights["k_norm"], config.rms_eps)
-    q = round_to(rope.rotate(q, tokens.cos, tokens.sin), calls.dtype)
-    k = round_to(rope.rotate(k, tokens.cos, tokens.sin), calls.dtype)
+    q = round_to(rope.rotate(q, tokens.cos, tokens.sin, order=calls.side.order), calls.dtype)
+    k = round_to(rope.rotate(k, tokens.cos, tokens.sin, order=calls.side.order), calls.dtype)
     if calls.side.kv is not None:  # emulated: the cache holds the dequantized values
         k = calls.side.kv.fake_quantize(k, axis=-1).astype(calls.dtype)
         v = calls.side.kv.fake_quantize(v, axis=-1).astype(calls.dtype)
     return q, k, v
 
 
-def _gate(gate_up: Array) -> Array:
+def _gate(gate_up: Array, order: Order) -> Array:
     """SwiGLU's product silu(gate) * up in float32, rounded once: [..., 2F] -> [..., F]."""
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-    return round_to(jax.nn.silu(gate) * up, gate_up.dtype)
+    return round_to(ops.pointwise(_swiglu, gate, up, order=order), gate_up.dtype)
+
+
+def _swiglu(gate: Array, up: Array) -> Array:
+    return jax.nn.silu(gate) * up
 
 
 def _mlp(h: Array, weights: PyTree, calls: SiteCalls, *, mask: Array) -> Array:
-    h = _gate(calls.matmul("mlp/gate_up", h, weights["gate_up"], mask=mask))
+    h = _gate(calls.matmul("mlp/gate_up", h, weights["gate_up"], mask=mask), calls.side.order)
     return calls.matmul("mlp/down", h, weights["down"], mask=mask)
 
 
-def route(h: Array, router: Array, *, config: ModelConfig, order: Any) -> tuple[Array, Array]:
+def route(h: Array, router: Array, *, config: ModelConfig, order: Order) -> tuple[Array, Array]:
     """Scores the experts in float32 and picks the best (Qwen3-MoE: softmax first, then top-k).
 
     Args:
@@ -192,9 +201,9 @@ def route(h: Array, router: Array, *, config: ModelConfig, order: Any) -> tuple[
     """
     scores = ops.matmul(h.astype(jnp.float32), router.astype(jnp.float32), HIGH_PRECISION, order=order)
     scores = scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-    weights = jnp.exp(scores)
+    weights = ops.pointwise(jnp.exp, scores, order=order)
     gates, experts = jax.lax.top_k(weights, config.num_active)
-    total = tree_sum(gates if config.norm_topk else weights)
+    total = sum_last(gates if config.norm_topk else weights, order=order)
     return gates / total[:, None], experts
 
 
@@ -205,18 +214,18 @@ def _experts(h: Array, weights: PyTree, calls: SiteCalls, *, mask: Array, config
     """
     flat = h.reshape(-1, h.shape[-1])  # [M, D]
     real = jnp.broadcast_to(mask, h.shape[:-1]).reshape(-1)
-    gates, experts = route(flat, weights["router"], config=config, order=calls.side.order)
-    active = config.num_active
+    order, active = calls.side.order, config.num_active
+    gates, experts = route(flat, weights["router"], config=config, order=order)
     chosen = jnp.where(real[:, None], experts, config.num_experts).reshape(-1)  # [M * A]
     by_expert = jnp.argsort(chosen, stable=True)
     group_sizes = jnp.bincount(chosen, length=config.num_experts + 1)[:-1].astype(jnp.int32)
     counted = jnp.arange(chosen.size) < jnp.sum(group_sizes)
     rows = jnp.where(counted[:, None], flat[by_expert // active], 0)
     y = calls.grouped("experts/gate_up", rows, weights["gate_up"], group_sizes=group_sizes, mask=counted)
-    y = calls.grouped("experts/down", _gate(y), weights["down"], group_sizes=group_sizes, mask=counted)
+    y = calls.grouped("experts/down", _gate(y, order), weights["down"], group_sizes=group_sizes, mask=counted)
     y = jnp.where(counted[:, None], y, 0)
     y = y[jnp.argsort(by_expert)].reshape(-1, active, h.shape[-1])  # [M, A, D]
-    mixed = y[:, 0].astype(jnp.float32) * gates[:, :1]
-    for rank in range(1, active):
-        mixed = mixed + y[:, rank].astype(jnp.float32) * gates[:, rank : rank + 1]
+    gates = jnp.broadcast_to(gates[..., None], y.shape)
+    parts = ops.pointwise(jnp.multiply, y.astype(jnp.float32), gates, order=order)
+    mixed = sum_last(jnp.moveaxis(parts, 1, -1), order=order)
     return round_to(mixed, h.dtype).reshape(h.shape)

@@ -17,11 +17,10 @@ from fp4rl_jax import ops
 from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.models.blocks import Stats
 from fp4rl_jax.models.config import ModelConfig
-from fp4rl_jax.models.numerics import round_to
+from fp4rl_jax.models.numerics import round_to, sum_last
 from fp4rl_jax.models.params import head_weight
 from fp4rl_jax.models.transformer import Remat, forward_groups
 from fp4rl_jax.ops import kernels
-from fp4rl_jax.ops.rounding import tree_sum
 from fp4rl_jax.ops.spec import HIGH_PRECISION, Order, Side
 
 Entropy = Literal["off", "on"]
@@ -88,15 +87,17 @@ def pick_logprobs(scores: Array, targets: Array, *, order: Order = "free") -> Ar
     Returns:
         [...] float32 nats.
     """
-    top, total = _normaliser(scores, order)
-    return (_at(scores, targets) - top) - jnp.log(total)
+    if order == "fixed":
+        scores = jax.lax.optimization_barrier(scores)
+    top, total, _ = _normaliser(scores, order)
+    return (_at(scores, targets) - top) - ops.pointwise(jnp.log, total, order=order)
 
 
-def _normaliser(scores: Array, order: Order) -> tuple[Array, Array]:
-    """Row maximum and sum of exp(score - maximum)."""
+def _normaliser(scores: Array, order: Order) -> tuple[Array, Array, Array]:
+    """Row maximum, sum of exp(score - maximum), and those exponentials."""
     top = jnp.max(scores, axis=-1)
-    weights = jnp.exp(scores - top[..., None])
-    return top, tree_sum(weights) if order == "fixed" else jnp.sum(weights, axis=-1)
+    weights = ops.pointwise(jnp.exp, scores - top[..., None], order=order)
+    return top, sum_last(weights, order=order), weights
 
 
 def _at(scores: Array, targets: Array) -> Array:
@@ -187,13 +188,15 @@ def _put(x: Array, value: Array, index: Array) -> Array:
 def _chunk_values(spec: _Head, scores: Array, targets: Array) -> tuple[Array, Array, Array]:
     """Of one chunk's raw logits [chunk, V]: log-probs, entropies, and d logprob / d logits."""
     scores = tempered(scores, spec.temperature)
-    top, total = _normaliser(scores, spec.order)
-    logprobs = (_at(scores, targets) - top) - jnp.log(total)
-    shifted = scores - top[:, None]
-    probs = jnp.exp(shifted) / total[:, None]
+    if spec.order == "fixed":
+        scores = jax.lax.optimization_barrier(scores)
+    top, total, weights = _normaliser(scores, spec.order)
+    log_total = ops.pointwise(jnp.log, total, order=spec.order)
+    logprobs = (_at(scores, targets) - top) - log_total
+    probs = weights / total[:, None]
     if spec.entropy == "on":
-        terms = probs * shifted
-        spread = jnp.log(total) - (tree_sum(terms) if spec.order == "fixed" else jnp.sum(terms, axis=-1))
+        terms = probs * (scores - top[:, None])
+        spread = log_total - sum_last(terms, order=spec.order)
     else:
         spread = jnp.zeros_like(logprobs)
     hit = jax.lax.broadcasted_iota(targets.dtype, scores.shape, 1) == targets[:, None]

@@ -356,7 +356,14 @@ def forward(
         own = jnp.broadcast_to(_causal(width, cache.k.shape[2], column), (rows, width, cache.k.shape[2]))
         attend = _CacheAttention(seen, own, column, scale, side.order)
         extra = (prefix, jnp.arange(config.num_layers))
-    run = _Run(attend, Tokens(*rope.rotations(positions, config), token_mask), config, side, stats, remat)
+    run = _Run(
+        attend,
+        Tokens(*rope.rotations(positions, config, order=side.order), token_mask),
+        config,
+        side,
+        stats,
+        remat,
+    )
     x, state, kept, totals = _run_layers(
         _embed(fused, tokens, side),
         fused["layers"],
@@ -429,7 +436,7 @@ def forward_groups(
         scale=config.head_dim**-0.5,
         order=side.order,
     )
-    turns = rope.rotations(pack(positions_of(prompt_mask), after), config)
+    turns = rope.rotations(pack(positions_of(prompt_mask), after), config, order=side.order)
     run = _Run(attend, Tokens(*turns, mask), config, side, stats, remat)
     x, _, _, totals = _run_layers(
         _embed(fused, pack(prompts, completions), side),

@@ -54,7 +54,12 @@ def test_score_equals_the_float64_oracle(family, rng):
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("llama", "bfloat16"), ("qwen2", "float32"), ("qwen3_moe", "bfloat16")]
+    ("family", "dtype"),
+    [
+        ("llama", "bfloat16"),
+        pytest.param("qwen2", "float32", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_scoring_equals_decoding_bit_for_bit_in_fixed_order(family, dtype, rng):
     config = TINY[family]
@@ -99,7 +104,7 @@ def naive(params, tokens, mask, *, config):
     return jnp.where(mask[:, PROMPT:], picked[:, PROMPT - 1 :], 0.0)
 
 
-@pytest.mark.parametrize("head", ["tied", "own", "frozen"])
+@pytest.mark.parametrize("head", ["tied", "frozen", pytest.param("own", marks=pytest.mark.slow)])
 def test_gradient_equals_that_of_the_naive_form(head, rng):
     config = dataclasses.replace(TINY["llama"], tie_embeddings=head == "tied", num_layers=2)
     params = random_params(config, rng)

@@ -1,0 +1,52 @@
+"""Quantization statistics on values worked by hand."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp4rl_jax import ops, quantize
+
+
+def shares(x, q, **kwargs) -> dict[str, tuple[int, int]]:
+    return {name: (int(s.total), int(s.count)) for name, s in ops.quant_stats(x, q, **kwargs).items()}
+
+
+def row(*head: float) -> list[float]:
+    return [*head, *([0.0] * (16 - len(head)))]
+
+
+def test_counts_of_mxfp4_blocks() -> None:
+    """Floor rule: amax 7 gives scale 1, limit 6. 7 saturates; 0.2 rounds to zero; 0.3 to 0.5."""
+    x = jnp.asarray([row(7.0, 0.2, 0.3, -0.2) + row(1.0)], jnp.float32)
+    found = shares(x, quantize(x, "mxfp4"))
+    assert found == {"underflow": (2, 5), "saturation": (1, 32), "zero_scale": (0, 1)}
+
+
+def test_a_block_far_below_its_tensor_loses_its_scale() -> None:
+    """NVFP4, one outer scale: a block 2^-20 below the largest gets scale byte 0 and codes 0."""
+    x = jnp.asarray([row(6.0) + row(6.0 * 2.0**-20, -(2.0**-20))], jnp.float32)
+    found = shares(x, quantize(x, "nvfp4"))
+    assert found == {"underflow": (2, 3), "saturation": (0, 32), "zero_scale": (1, 2)}
+    by_row = shares(x.reshape(2, 16), quantize(x.reshape(2, 16), "nvfp4", outer="row"))
+    assert by_row == {"underflow": (0, 3), "saturation": (0, 32), "zero_scale": (0, 2)}
+
+
+def test_masked_rows_and_empty_blocks_are_not_counted() -> None:
+    x = jnp.asarray([row(1.0, 0.01), row(1.0, 0.01), row()], jnp.float32)
+    mask = jnp.asarray([True, False, True])
+    found = shares(x, quantize(x, "nvfp4", outer="row"), mask=mask)
+    assert found == {"underflow": (1, 2), "saturation": (0, 32), "zero_scale": (0, 1)}
+
+
+def test_ragged_rows_and_fp8() -> None:
+    x = jnp.asarray(np.linspace(-3, 3, 21)[None], jnp.float32)
+    for fmt in ("nvfp4", "mxfp4", "fp8_e4m3"):
+        found = shares(x, quantize(x, fmt))
+        assert found["saturation"][1] == 21
+        assert found["underflow"][1] == 20  # the middle one is zero
+
+
+def test_another_arrays_qtensor_is_refused() -> None:
+    x = jnp.ones((2, 16))
+    with pytest.raises(ValueError, match=r"shape \(2, 16\) and axis -2 does not describe"):
+        ops.quant_stats(x, quantize(x, "nvfp4", axis=0))
