@@ -6,6 +6,7 @@ right-padded. The last prompt token is therefore always in column `prompt_width 
 has no hole, and rows `p * group_size .. (p + 1) * group_size - 1` share prompt `p`.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -93,10 +94,12 @@ def concatenate_rows(parts: Sequence[Rollouts]) -> Rollouts:
     versions = {int(part.params_version) for part in parts}
     if len(versions) != 1:
         raise ValueError(f"rollouts of different params versions {sorted(versions)} cannot be one batch")
-    return _over_rows(lambda *xs: np.concatenate(xs) if len(xs) > 1 else xs[0], *parts)
+    return _over_rows(lambda *xs: np.concatenate(xs), *parts)
 
 
-def _over_rows(fn: Callable[..., Array], first: Rollouts, *rest: Rollouts) -> Rollouts:
-    """Maps the leaves that have rows; `params_version` and `stats` stay the first one's."""
-    cut = [part.replace(params_version=None, stats=None) for part in (first, *rest)]
-    return jax.tree.map(fn, *cut).replace(params_version=first.params_version, stats=first.stats)
+def _over_rows(fn: Callable[..., Any], *parts: Rollouts) -> Rollouts:
+    """Maps the leaves that have rows; `params_version` and `stats` stay the first part's."""
+    first = parts[0]
+    cut = [dataclasses.replace(part, params_version=None, stats=None) for part in parts]
+    mapped: Rollouts = jax.tree.map(fn, *cut)
+    return dataclasses.replace(mapped, params_version=first.params_version, stats=first.stats)

@@ -98,10 +98,8 @@ def _round(published: Any, key: Array, collector: Collector) -> Collected:
     items = tuple(collector.draw())
     prompts, prompt_mask = collector.encode(items)
     rollouts = jax.device_get(collector.sample(published, prompts, prompt_mask, key))
-    completions = tuple(
-        collector.decode(row[mask].tolist())
-        for row, mask in zip(rollouts.tokens, rollouts.loss_mask, strict=True)
-    )
+    sampled = zip(rollouts.tokens, rollouts.loss_mask, strict=True)
+    completions = tuple(collector.decode(row[mask].tolist()) for row, mask in sampled)
     owners = [item for item in items for _ in range(collector.group_size)]
     found = [collector.reward(item, text) for item, text in zip(owners, completions, strict=True)]
     names = sorted({name for reward in found for name in reward.parts})
