@@ -98,6 +98,9 @@ def validate(config: Config) -> None:
         ConfigError: names the dotted path and the numbers that do not fit together.
     """
     validate_sections(config, root=config)
+    plugin = config.algorithm
+    with checking("algorithm"):
+        plugin.module.validate(plugin.config, group_size=config.loop.group_size)
     if config.model.path is None:
         with checking("recipe"):
             for side, plugin in (("trainer", config.recipe.trainer), ("rollout", config.recipe.rollout)):

@@ -1,18 +1,63 @@
 """`fp4rl explain`: what a configuration means before anything runs."""
 
+import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from fp4rl_jax.cli import _flags
+
+if TYPE_CHECKING:
+    from fp4rl_jax.config import Config
 
 SUMMARY = "print the resolved configuration, every site on both sides, and the chosen implementations"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the resolved configuration."""
+    """Prints the resolved configuration, then what each side does at each site of the model."""
     values = _flags.config_flags()
     _flags.parse(values, argv, name="explain", summary=SUMMARY)
+    resolved = _flags.load_config(values, name="explain")
     from fp4rl_jax import config
 
-    resolved = _flags.load_config(values, name="explain")
-    print(config.dump(resolved), end="")
+    print(config.dump(resolved))
+    try:
+        print(explain(resolved))
+    except (ValueError, FileNotFoundError) as error:
+        print(f"fp4rl explain: {error}", file=sys.stderr)
+        return 2
     return 0
+
+
+def explain(config: "Config") -> str:
+    """Sites times sides, the reasons, and both lists of what stays unquantized with their difference.
+
+    Raises:
+        ValueError: a recipe does not fit the model, or the model's own configuration is not understood.
+        FileNotFoundError: there is nothing at `model.path`.
+    """
+    from fp4rl_jax import models
+    from fp4rl_jax.cli import _job
+    from fp4rl_jax.runs import precision
+
+    model = _job.model_shape(config)
+    sides = _job.sides(config, model)
+    rows = config.loop.num_prompts * config.loop.group_size
+    tokens = rows * (config.rollout.prompt_width + config.rollout.max_new_tokens)
+    trainer = precision.site_precisions(model, sides.trainer, num_rows=tokens)
+    rollout = precision.site_precisions(model, sides.rollout, num_rows=rows)
+    ours, theirs = (precision.unquantized(model, side) for side in (sides.trainer, sides.rollout))
+    parts = {
+        f"Model: {models.num_parameters(model):,} parameters, {model.family}, {model.num_layers} layers": "",
+        "Sites (rows: the trainer's tokens of a step, the rollout's sequences of a decode step)": (
+            precision.table(trainer, rollout)
+        ),
+        "Implementations, and why not one before them": precision.reasons(trainer, rollout),
+        "Left unquantized by the trainer": "\n".join(ours),
+        "Left unquantized by the rollout": "\n".join(theirs),
+        "Difference": precision.difference(ours, theirs),
+    }
+    return "\n".join(f"{title}\n{_indented(text)}" for title, text in parts.items())
+
+
+def _indented(text: str) -> str:
+    return "".join(f"  {line}\n" for line in text.splitlines())

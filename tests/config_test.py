@@ -1,0 +1,98 @@
+"""The root configuration: composition, plug-in sections, refusals, and equality of two builds."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fp4rl_jax import algorithms, config, corrections, plugins, recipes, tasks
+
+ROOT = Path(__file__).parent.parent
+CI = str(ROOT / "configs" / "ci" / "grpo.toml")
+
+
+def test_the_defaults_build_without_a_file() -> None:
+    assert config.load() == config.Config()
+    assert json.loads(config.dump(config.Config()))["recipe"] == {"name": "bf16"}
+
+
+@pytest.mark.parametrize("name", plugins.names(recipes))
+def test_any_recipe_goes_over_a_ci_config(name: str) -> None:
+    built = config.load([CI], [f"recipe.name={name}"])
+    assert (built.recipe.trainer.name, built.recipe.rollout.name) == (name, name)
+    assert built == config.load([CI], [f"recipe.name={name}"])
+    assert hash(built) == hash(config.load([CI], [f"recipe.name={name}"]))
+
+
+@pytest.mark.parametrize("name", plugins.names(algorithms))
+def test_any_algorithm_goes_over_a_ci_config(name: str) -> None:
+    assert config.load([CI], [f"algorithm.name={name}"]).algorithm.name == name
+
+
+@pytest.mark.parametrize("name", plugins.names(corrections))
+def test_any_correction_goes_over_a_ci_config(name: str) -> None:
+    assert config.load([CI], [f"correction.name={name}"]).correction.name == name
+
+
+def test_equal_configs_trace_once() -> None:
+    traces = []
+
+    def step(x: jax.Array, settings: config.Config) -> jax.Array:
+        traces.append(settings)
+        return x * settings.loop.steps
+
+    jitted = jax.jit(step, static_argnums=1)
+    for _ in range(2):
+        assert jitted(jnp.float32(2), config.load([CI], ["loop.steps=3"])) == 6
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("recipe.name=qat_w4a5", "recipe.name: unknown recipe 'qat_w4a5': did you mean 'qat_w4a"),
+        ("recipe.sights=mlp", "unknown config key 'recipe.sights': did you mean 'recipe.sites'?"),
+        ("recipe.sites=mlp", "recipe.sites: unknown value 'mlp'"),
+        ("recipe.sites=routed_experts", "recipe: unknown site pattern (it matches no site of this model)"),
+        ("algorithm.name=grpoo", "algorithm.name: unknown algorithm 'grpoo': did you mean 'grpo'?"),
+        (
+            "algorithm.clip_hihg=1",
+            "unknown config key 'algorithm.clip_hihg': did you mean 'algorithm.clip_high'?",
+        ),
+        ("algorithm.clip_high=wide", "algorithm.clip_high: expected float, got 'wide'"),
+        ("correction.cap=0.5", "correction: cap is 0.5, expected a finite number of at least 1"),
+        ("task.terms=1", "task: terms is 1, expected at least 2"),
+        ("loop.group_size=1", "algorithm: "),
+        ("loop.steps=0", "loop.steps = 0: expected at least 1"),
+        ("trainer.optim.lr=quick", "trainer.optim.lr: expected float, got 'quick'"),
+        ("trainer.optim.rl=1", "unknown config key 'trainer.optim.rl': did you mean 'trainer.optim.lr'?"),
+        ("rollout.temperature=0", "rollout: temperature = 0.0 is greedy decoding"),
+        ("rollout.top_k=20", "rollout: top_k = 20"),
+        ("mesh.data=0", "mesh: mesh axis 'data' must be at least 1, got 0"),
+        ("model.shape.num_heads=3", "model.shape: num_heads (3) is not a multiple of num_kv_heads (2)"),
+        ("model.path=models/smollm2", "model: path = 'models/smollm2' brings its own shape"),
+        ("ops.order=fixd", "ops.order: unknown value 'fixd': did you mean 'fixed'?"),
+        ("trainr.dtype=float32", "unknown config key 'trainr': did you mean 'trainer'?"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_device(override: str, message: str) -> None:
+    with pytest.raises(config.ConfigError) as caught:
+        config.load([CI], [override])
+    assert message in str(caught.value)
+
+
+def test_every_task_is_typed_by_its_own_file() -> None:
+    for name in plugins.names(tasks):
+        with pytest.raises(config.ConfigError, match=r"task\.no_such_knob"):
+            config.load([CI], [f"task.name={name}", "task.no_such_knob=1"])
+
+
+def test_a_dumped_config_loads_as_itself(tmp_path: Path) -> None:
+    overrides = ["recipe.rollout.name=fp8_rollout", "trainer.optim.clip_norm=none", "trainer.trainable=['*']"]
+    built = config.load([CI], overrides)
+    path = tmp_path / "config.json"
+    path.write_text(config.dump(built))
+    assert config.load([str(path)]) == built
+    assert config.load([str(path)], ["loop.steps=9"]).loop.steps == 9
