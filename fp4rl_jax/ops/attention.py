@@ -12,7 +12,7 @@ from fp4rl_jax.arrays import Array
 from fp4rl_jax.ops import machine as machines
 from fp4rl_jax.ops.attention_fixed import attention_fixed
 from fp4rl_jax.ops.operands import BFLOAT16, FLOAT32
-from fp4rl_jax.ops.rounding import round_to
+from fp4rl_jax.ops.rounding import round_to, settle
 from fp4rl_jax.ops.segments import Segment
 from fp4rl_jax.ops.spec import Order
 
@@ -57,7 +57,7 @@ def attention(
     out = sum(_mix(w, segment, q.dtype) for w, segment in zip(weights, segments, strict=True))
     out = out / jnp.where(total > 0, total, 1.0)[..., None]
     b, t, h, c = q.shape
-    return jnp.moveaxis(out, 3, 1).reshape(b, t, h, c).astype(q.dtype)
+    return settle(jnp.moveaxis(out, 3, 1).reshape(b, t, h, c), q.dtype)
 
 
 def _check(q: Array, segment: Segment) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.lax import optimization_barrier
 
 from fp4rl_jax.arrays import Array
-from fp4rl_jax.ops.rounding import round_to, tree_sum
+from fp4rl_jax.ops.rounding import round_to, settle, tree_sum
 from fp4rl_jax.ops.segments import Segment
 
 
@@ -52,4 +52,4 @@ def _one_query(q: Array, keys: list[Array], values: list[Array], masks, scale: f
     weights = round_to(weights, q.dtype)
     mixed = tree_sum(weights[..., None, :] * jnp.moveaxis(v, 0, 2)[:, None])  # [K, G, C]
     out = mixed / jnp.where(total > 0, total, 1.0)
-    return optimization_barrier(out.reshape(h, c).astype(q.dtype))
+    return optimization_barrier(settle(out.reshape(h, c), q.dtype))

@@ -22,6 +22,7 @@ from fp4rl_jax.ops.matmul import (
     wgrad_operands,
 )
 from fp4rl_jax.ops.operands import Prepared, decode, operand_dtype
+from fp4rl_jax.ops.rounding import settle
 from fp4rl_jax.ops.spec import HIGH_PRECISION, MatmulSpec, Order
 
 
@@ -71,7 +72,7 @@ def _forward(plan: Plan, x: Array, w: Operand, group_sizes: Array, key, hint):
     y = _times_scales(y, x_d, w_d, group_sizes)
     if plan.order == "fixed":
         y = jax.lax.optimization_barrier(y)
-    return y.astype(plan.out_dtype), (x_d, w_d)
+    return settle(y, jnp.dtype(plan.out_dtype)), (x_d, w_d)
 
 
 def _fwd(plan: Plan, x: Array, w: Operand, group_sizes: Array, key, hint):
@@ -81,11 +82,12 @@ def _fwd(plan: Plan, x: Array, w: Operand, group_sizes: Array, key, hint):
 
 def _bwd(plan: Plan, residuals, dy: Array):
     saved, group_sizes, key = residuals
-    dx = _dgrad(plan, dy, saved.w, group_sizes, fold_key(key, 2)).astype(saved.x_like.dtype)
+    dx = _dgrad(plan, dy, saved.w, group_sizes, fold_key(key, 2))
+    dx = settle(dx, saved.x_like.dtype)
     if saved.w_like is None:
         return dx, None, None, None, None
     dw = _wgrad(plan, dy, saved.x, group_sizes, fold_key(key, 3))
-    return dx, dw.astype(saved.w_like.dtype), None, None, None
+    return dx, settle(dw, saved.w_like.dtype), None, None, None
 
 
 _grouped.defvjp(_fwd, _bwd)

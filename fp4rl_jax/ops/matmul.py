@@ -36,6 +36,7 @@ from fp4rl_jax.ops.operands import (
     operand_dtype,
     over_stack,
 )
+from fp4rl_jax.ops.rounding import settle
 from fp4rl_jax.ops.spec import HIGH_PRECISION, MatmulSpec, Order
 from fp4rl_jax.qtensor import QTensor
 from fp4rl_jax.quantizers import Quantizer
@@ -122,7 +123,7 @@ def decoded_operands(
         dtype = operand_dtype(plan.machine, spec.act or x, spec.weight, natives=plan.natives)
         w_d = encode_weight(spec.weight, w, dtype, key=fold_key(key, 1))
     else:
-        w = w if isinstance(w, QTensor | Prepared) else w.astype(x.dtype)
+        w = w if isinstance(w, QTensor | Prepared) else rounded(w, x.dtype)
         dtype = operand_dtype(plan.machine, spec.act or x, w, natives=plan.natives)
         w_d = decode(w, dtype)
     if spec.act is None:
@@ -133,7 +134,7 @@ def decoded_operands(
 def _forward(plan: Plan, x: Array, w: Operand, key: Array | None, hint: PyTree):
     x_d, w_d = decoded_operands(plan, x, w, key, hint)
     y = _contract(plan, flatten(x_d), w_d, dims=(1, 1))
-    y = y.astype(plan.out_dtype).reshape(*x.shape[:-1], -1)
+    y = settle(y, jnp.dtype(plan.out_dtype)).reshape(*x.shape[:-1], -1)
     return y, (x_d, w_d)
 
 
@@ -160,11 +161,11 @@ def _matmul_bwd(plan: Plan, residuals, dy: Array):
     saved, key = residuals
     dy2 = dy.reshape(-1, dy.shape[-1])  # [M, N]
     dx = _dgrad(plan, dy2, saved.w, fold_key(key, 2))
-    dx = dx.astype(saved.x_like.dtype).reshape(*dy.shape[:-1], -1)
+    dx = settle(dx, saved.x_like.dtype).reshape(*dy.shape[:-1], -1)
     if saved.w_like is None:
         return dx, None, None, None
     dw = _wgrad(plan, dy2, saved.x, fold_key(key, 3))
-    return dx, dw.astype(saved.w_like.dtype), None, None
+    return dx, settle(dw, saved.w_like.dtype), None, None
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)
@@ -188,7 +189,7 @@ def dgrad_operands(spec: MatmulSpec, dy: Array, w: Array | Prepared, key: Array 
         return dy_q, fold_outer(w), False
     if spec.backward == "requantized" and spec.weight is not None:
         return dy_q, *quantized_along(spec.weight, w)
-    return dy_q, w.astype(dy.dtype), False  # rounded as the forward product rounds it
+    return dy_q, rounded(w, dy.dtype), False  # rounded as the forward product rounds it
 
 
 def wgrad_operands(spec: MatmulSpec, dy: Array, x: Array | Prepared, key: Array | None):
@@ -250,6 +251,11 @@ def flatten(x: Prepared) -> Prepared:
     if scale is not None and by_row(x):
         scale = scale.reshape(rows, 1)
     return Prepared(operand=x.operand.reshape(rows, -1), outer_scale=scale, source=x.source, exact=x.exact)
+
+
+def rounded(w: Array, dtype: jnp.dtype) -> Array:
+    """A master weight rounded to the activations' dtype."""
+    return w if w.dtype == dtype else settle(w.astype(FLOAT32), dtype)
 
 
 def fold_key(key: Array | None, number: int) -> Array | None:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.lax import optimization_barrier
 
 from fp4rl_jax.arrays import Array
-from fp4rl_jax.ops.rounding import pointwise, tree_sum
+from fp4rl_jax.ops.rounding import pointwise, settle, tree_sum
 from fp4rl_jax.ops.spec import Order
 
 
@@ -30,5 +30,5 @@ def rms_norm(x: Array, weight: Array, *, eps: float, order: Order = "free") -> A
         inverse = pointwise(lambda m: jax.lax.rsqrt(m + eps), mean, order=order)
     else:
         inverse = jax.lax.rsqrt(jnp.mean(square, axis=-1, keepdims=True) + eps)
-    out = ((x32 * inverse) * weight.astype(jnp.float32)).astype(x.dtype)
+    out = settle((x32 * inverse) * weight.astype(jnp.float32), x.dtype)
     return optimization_barrier(out) if order == "fixed" else out

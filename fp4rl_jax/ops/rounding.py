@@ -23,6 +23,15 @@ def round_to(x: Array, dtype: jnp.dtype) -> Array:
     return x
 
 
+def settle(x: Array, dtype: jnp.dtype) -> Array:
+    """Casts float32 values to `dtype` such that no compiler skips the rounding.
+
+    Within one program XLA may widen a bfloat16 result again without having rounded it, on CPU and
+    GPU alike, and whether it does depends on the surroundings.
+    """
+    return round_to(x, dtype).astype(dtype)
+
+
 def tree_sum(x: Array) -> Array:
     """Sums the last axis by halving, in an order that depends on its length only.
 
