@@ -1,0 +1,92 @@
+"""The operations on one NVIDIA GPU: what is claimed to be float32, exact or native is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp4rl_jax import formats, ops
+from fp4rl_jax.ops import machine as machines
+from fp4rl_jax.quantizers import Quantizer
+from pallas_kernels import matmul
+from pallas_kernels.dispatch import Facts
+from pallas_kernels.testing import accumulation_bound
+
+pytestmark = pytest.mark.gpu
+
+W4A4 = ops.MatmulSpec(
+    weight=Quantizer(formats.make("nvfp4")), act=Quantizer(formats.make("nvfp4", outer="row"))
+)
+
+
+def inputs(rng: np.random.Generator, dtype) -> tuple[jax.Array, jax.Array]:
+    x = jnp.asarray(rng.normal(size=(64, 576)), dtype)
+    return x, jnp.asarray(rng.normal(size=(960, 576)) * 0.05, jnp.float32)
+
+
+def test_float32_matmuls_are_not_tf32(rng: np.random.Generator) -> None:
+    x, w = inputs(rng, jnp.float32)
+    y = np.asarray(jax.jit(ops.matmul)(x, w), np.float64)
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    assert np.all(np.abs(y - exact) <= accumulation_bound(x, w))
+
+
+def test_the_emulated_product_is_exact_and_in_bfloat16(rng: np.random.Generator) -> None:
+    x, w = inputs(rng, jnp.bfloat16)
+    q = ops.quantize_weight(w, W4A4.weight)
+    assert ops.prepare(q).operand.dtype == jnp.bfloat16
+
+    @jax.jit
+    def three(x, w, q):
+        return [ops.matmul(x, v, W4A4, out_dtype=jnp.float32) for v in (w, q, ops.prepare(q))]
+
+    by_array, by_codes, by_operand = (np.asarray(y) for y in three(x, w, q))
+    np.testing.assert_array_equal(by_array, by_codes)
+    np.testing.assert_array_equal(by_array, by_operand)
+    x_q, w_q = W4A4.act.quantize(x).dequantize(), q.dequantize()
+    exact = np.asarray(x_q, np.float64) @ np.asarray(w_q, np.float64).T
+    assert np.all(np.abs(by_array - exact) <= accumulation_bound(x_q, w_q))
+    plain = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    assert np.abs(by_array - plain).max() > 100 * np.abs(by_array - exact).max()  # it did quantize
+
+
+def test_rounding_is_not_skipped_inside_a_program(rng: np.random.Generator) -> None:
+    """A bfloat16 result that is widened at once is still a bfloat16 value."""
+    x, w = inputs(rng, jnp.bfloat16)
+    wide = jax.jit(lambda x, w: ops.matmul(x, w).astype(jnp.float32))(x, w)
+    np.testing.assert_array_equal(np.asarray(wide), np.asarray(wide.astype(jnp.bfloat16).astype(jnp.float32)))
+
+
+def test_float8_operands_run_natively(rng: np.random.Generator) -> None:
+    """One cuBLAS FP8 matmul; its accumulator is declared to hold 13 bits below the largest product."""
+    machine = machines.current()
+    if machine.capability is None or machine.capability < (8, 9):
+        pytest.skip(f"no FP8 tensor cores at compute capability {machine.capability}")
+    x, w = (jnp.asarray(rng.normal(size=(n, 576)) * 8, jnp.float8_e4m3fn) for n in (64, 960))
+    facts = Facts(
+        platform="gpu",
+        capability=machine.capability,
+        m=64,
+        n=960,
+        k=576,
+        x_dtype=matmul.FP8,
+        w_dtype=matmul.FP8,
+    )
+    run = jax.jit(lambda x, w: matmul.matmul(x, w, facts=facts, impl="xla_fp8"))
+    text = run.lower(x, w).compile().as_text() or ""
+    assert "f8" in text and "custom-call" in text, text[:2000]
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    magnitude = np.abs(np.asarray(x, np.float64)) @ np.abs(np.asarray(w, np.float64)).T
+    assert np.all(np.abs(np.asarray(run(x, w), np.float64) - exact) <= 2.0**-13 * magnitude)
+
+
+def test_attention_and_norm_in_float32(rng: np.random.Generator) -> None:
+    q = jnp.asarray(rng.normal(size=(2, 3, 4, 64)), jnp.float32)
+    k, v = (jnp.asarray(rng.normal(size=(2, 3, 2, 64)), jnp.float32) for _ in range(2))
+    mask = jnp.ones((2, 3, 3), bool)
+    out = jax.jit(lambda: ops.attention(q, k, v, mask, scale=0.125))()
+    keys, values = (np.repeat(np.asarray(a, np.float64), 2, axis=2) for a in (k, v))
+    scores = np.exp(np.einsum("bthc,bshc->bhts", np.asarray(q, np.float64), keys) * 0.125)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    expected = np.einsum("bhts,bshc->bthc", scores, values)
+    np.testing.assert_allclose(np.asarray(out), expected, rtol=0, atol=2e-6)
