@@ -17,7 +17,8 @@ class QTensor:
     """A quantized array of shape [...], standing for `dequantize()`.
 
     The quantized axis is stored last, so a QTensor whose leaves carry extra leading axes (stacked
-    layers) passes through vmap and scan. The shape is derived, never stored.
+    layers) passes through vmap and scan. The shape is derived, never stored, so the leaves may also
+    be sharded or cut along any axis, in whole blocks.
 
     Attributes:
         packed: [..., ceil(N / block) * block * code_bits / 8] uint8, N the quantized axis.
@@ -26,7 +27,7 @@ class QTensor:
             where the format has none. The rows' layout is that of `packed`.
         fmt: the format, static.
         axis: the quantized axis, static and negative.
-        length: N before padding, static.
+        padding: zeros appended to the quantized axis to fill its last block, static.
     """
 
     packed: Array
@@ -34,7 +35,12 @@ class QTensor:
     outer_scale: Array | None
     fmt: Format = struct.field(pytree_node=False)
     axis: int = struct.field(pytree_node=False, default=-1)
-    length: int = struct.field(pytree_node=False, default=0)
+    padding: int = struct.field(pytree_node=False, default=0)
+
+    @property
+    def length(self) -> int:
+        """N, the size of the quantized axis without padding."""
+        return self.packed.shape[-1] * 8 // self.fmt.code_bits - self.padding
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -5,14 +5,30 @@ name. See docs/FORMATS.md for what each one stores and how to add another.
 """
 
 import dataclasses
+import itertools
 import sys
 
 from fp4rl_jax import plugins
 from fp4rl_jax.arrays import unknown_name
-from fp4rl_jax.formats._base import Format, choices, to_nearest
+from fp4rl_jax.formats import _bits as bits
+from fp4rl_jax.formats._base import Format, RoundingFn, choices, to_nearest
 from fp4rl_jax.formats._grid import E2M1, Bracket, Grid, GridBracket
 
-__all__ = ["E2M1", "Bracket", "Format", "Grid", "GridBracket", "choices", "make", "names", "to_nearest"]
+__all__ = [
+    "E2M1",
+    "Bracket",
+    "Format",
+    "Grid",
+    "GridBracket",
+    "RoundingFn",
+    "bits",
+    "choices",
+    "make",
+    "modes",
+    "names",
+    "to_nearest",
+    "variations",
+]
 
 
 def names() -> tuple[str, ...]:
@@ -36,3 +52,27 @@ def make(fmt: str | Format, **options: object) -> Format:
         if option not in known:
             raise unknown_name(f"option of format {base.name}", option, known)
     return dataclasses.replace(base, **options) if options else base
+
+
+def variations(name: str) -> tuple[Format, ...]:
+    """The format with its defaults, and with each option in turn set to each other value."""
+    base = make(name)
+    changes = [
+        {field: value}
+        for field, allowed in _allowed(base).items()
+        for value in allowed
+        if value != getattr(base, field)
+    ]
+    return (base, *(make(base, **change) for change in changes))
+
+
+def modes(name: str) -> tuple[Format, ...]:
+    """The format in every combination of its options' values."""
+    base = make(name)
+    allowed = _allowed(base)
+    combinations = itertools.product(*allowed.values())
+    return tuple(make(base, **dict(zip(allowed, values, strict=True))) for values in combinations)
+
+
+def _allowed(fmt: Format) -> dict[str, tuple[object, ...]]:
+    return {field.name: field.metadata.get("choices", ()) for field in dataclasses.fields(fmt)}

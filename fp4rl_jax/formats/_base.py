@@ -8,7 +8,7 @@ the project that narrows a value.
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from jax import lax
@@ -58,7 +58,8 @@ class Format:
             allowed = field.metadata.get("choices")
             value = getattr(self, field.name)
             if allowed and value not in allowed:
-                raise unknown_name(f"{field.name} of format {self.name}", value, allowed)
+                known = [str(choice) for choice in allowed]
+                raise unknown_name(f"{field.name} of format {self.name}", str(value), known)
 
     # ---- facts -------------------------------------------------------------------------------
     @property
@@ -128,12 +129,15 @@ class Format:
     ) -> Bracket:
         """Where |x| [..., blocks, block] lies between grid points, given its scales.
 
-        The default is exact for block scales that are float32 numbers of few bits.
+        The default compares |x| with grid points times scale, exactly wherever such a product
+        fits float32's 24 bits: block scales of few bits, outer scales that are powers of two.
         """
-        magnitude = _bits.scaled(_bits.from_float(x), 0)
+        del span_amax
+        scale = _bits.from_float(self.block_scale(scales))
         if outer_scale is not None:
-            raise NotImplementedError(f"format {self.name} has an outer scale and no bracket")
-        return GridBracket(self.grid, magnitude, self.block_scale(scales)[..., None])
+            scale = _bits.multiply(scale, _bits.from_float(outer_scale))
+        exponent, unit = once((_bits.exponent(scale)[..., None], _bits.unit(scale)[..., None]))
+        return GridBracket(self.grid, _bits.scaled(_bits.from_float(x), exponent), unit)
 
     def encode(
         self,
@@ -179,8 +183,18 @@ class Format:
         blocks, length = self._to_blocks(codes)
         value = self.element(blocks)
         if self.scale_width:
-            value = value * self.block_scale(scales)[..., None]
-        return self._from_blocks(value.astype(dtype), length)
+            value = self._product(value, self.block_scale(scales)[..., None])
+        return self._from_blocks(narrow_exact(value, dtype), length)
+
+    def _product(self, element: Array, scale: Array) -> Array:
+        """Element times block scale, right over the whole range of float32, subnormals included.
+
+        A format whose products are never subnormal overrides this with a plain product.
+        """
+        log = _bits.multiply(_bits.from_float(element), _bits.from_float(scale))
+        value = jnp.where(element == 0, 0, _bits.to_float(log))
+        value = jnp.where(jnp.isnan(scale), scale, value)
+        return jnp.where(_bits.negative(element), -value, value)
 
     def element(self, codes: Array) -> Array:
         """float32 value of codes before any scale."""
@@ -198,10 +212,20 @@ class Format:
         """The values that codes stand for; arguments as in `encode`, whose inverse it is."""
         inner = self.inner(codes, scales)
         if outer_scale is not None:
-            inner = apply_outer(inner, outer_scale)
+            inner = apply_outer(inner, *self._outer_factors(outer_scale))
         if dtype == jnp.bfloat16:  # a GPU compiler folds a plain cast there and back away
             inner = lax.reduce_precision(inner, exponent_bits=8, mantissa_bits=7)
         return inner.astype(dtype)
+
+    def _outer_factors(self, outer_scale: Array) -> tuple[Array, ...]:
+        """The outer scale as factors to apply in turn, none of which is subnormal."""
+        if self.outer_is_power_of_two:
+            return (outer_scale,)
+        log = _bits.from_float(outer_scale)
+        half = jnp.clip(_bits.exponent(log) // 2, -126, 127)
+        rest = _bits.to_float(log - (half << _bits.MANTISSA))
+        rest = jnp.where(outer_scale == 0, 0, jnp.where(jnp.isfinite(outer_scale), rest, outer_scale))
+        return rest, _bits.power_of_two(half)
 
     def pack(self, codes: Array) -> Array:
         """[..., N] codes -> [..., N * code_bits / 8] bytes, the first code in the low nibble."""
@@ -234,18 +258,30 @@ class Format:
             log = _bits.multiply(log, _bits.from_float(outer_scale))
         return _bits.raw(_bits.to_float(log))
 
+    def over_outer(self, log: Array, outer_scale: Array | None) -> Array:
+        """A magnitude in log form (see `_bits`) divided by its outer scale.
+
+        Exact for a power of two; else multiplied with the reciprocal, both rounded to float32.
+        """
+        if outer_scale is None:
+            return log
+        outer = _bits.from_float(outer_scale)
+        if self.outer_is_power_of_two and self.span != "static":
+            return log - (_bits.exponent(outer) << _bits.MANTISSA)
+        return _bits.multiply(log, _bits.divide(jnp.int32(_bits.ONE), outer))
+
     # ---- helpers -----------------------------------------------------------------------------
     def _live(self, scales: Array, outer_scale: Array | None) -> Array:
         """bool per block, True where its codes mean anything."""
-        scale = self.block_scale(scales)
-        live = scale > 0  # false for nan too
+        scale = _bits.raw(self.block_scale(scales))  # as bits: a subnormal scale is not zero
+        live = (scale > 0) & (scale < _bits.RAW_INFINITY)
         return live if outer_scale is None else live & jnp.isfinite(outer_scale)
 
     def _to_blocks(self, x: Array) -> tuple[Array, int]:
         """[..., N] -> [..., blocks, block] with a zero-padded last block, and N."""
         length = x.shape[-1]
-        block = self.block or length
-        count = -(-length // block) if length else 0
+        block = self.block or max(length, 1)
+        count = -(-length // block)
         x = pad_last(x, count * block)
         return x.reshape(*x.shape[:-1], count, block), length
 
@@ -270,15 +306,27 @@ def pad_last(x: Array, length: int) -> Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
 
 
-def apply_outer(inner: Array, outer_scale: Array) -> Array:
-    """`inner * outer_scale` in float32.
+def apply_outer(inner: Array, *factors: Array) -> Array:
+    """`inner` times the factors of its outer scale, in float32 and in this order.
 
-    `outer_scale` is left-aligned with `inner`: scalar, [L] for stacked tensors, or of its rank.
+    A factor is left-aligned with `inner`: scalar, [L] for stacked tensors, or of its rank, with
+    one value a row or a block.
     """
-    outer = outer_scale.reshape(outer_scale.shape + (1,) * (inner.ndim - outer_scale.ndim))
-    if outer.shape[-1] not in (1, inner.shape[-1]):  # one scale a block
-        outer = jnp.repeat(outer, -(-inner.shape[-1] // outer.shape[-1]), axis=-1)[..., : inner.shape[-1]]
-    return inner * outer
+    for factor in factors:
+        outer = factor.reshape(factor.shape + (1,) * (inner.ndim - factor.ndim))
+        if outer.shape[-1] not in (1, inner.shape[-1]):  # one scale a block
+            width = -(-inner.shape[-1] // outer.shape[-1])
+            outer = jnp.repeat(outer, width, axis=-1)[..., : inner.shape[-1]]
+        inner = inner * outer
+    return inner
+
+
+def narrow_exact(x: Array, dtype: DTypeLike) -> Array:
+    """Casts float32 values of at most eight significant bits, subnormals included."""
+    if dtype != jnp.bfloat16:
+        return x.astype(dtype)
+    upper = (lax.bitcast_convert_type(x, jnp.uint32) >> 16).astype(jnp.uint16)
+    return lax.bitcast_convert_type(upper, jnp.bfloat16)
 
 
 def share_rows(x: Array, rows: int, how: Literal["max", "sum"]) -> Array:
@@ -297,6 +345,6 @@ def share_rows(x: Array, rows: int, how: Literal["max", "sum"]) -> Array:
     return jnp.repeat(total, rows, axis=-2)[..., : x.shape[-2], :]
 
 
-def choices(default: str, *allowed: str) -> str:
+def choices(default: Any, *allowed: Any) -> Any:
     """A dataclass field that admits only the given values; others raise with the nearest one."""
     return dataclasses.field(default=default, metadata={"choices": allowed})

@@ -56,7 +56,7 @@ def significand(log: Array) -> Array:
     return (log & _FRACTION) | (1 << MANTISSA)
 
 
-def _unit(log: Array) -> Array:
+def unit(log: Array) -> Array:
     """The significand as a float32 in [1, 2)."""
     return lax.bitcast_convert_type((log & _FRACTION) | ONE, jnp.float32)
 
@@ -78,7 +78,7 @@ def multiply(a: Array, b: Array) -> Array:
 
     The exponent is not bounded by float32's; it is clipped far outside its range.
     """
-    product = lax.bitcast_convert_type(_unit(a) * _unit(b), jnp.int32)
+    product = lax.bitcast_convert_type(unit(a) * unit(b), jnp.int32)
     shift = jnp.clip((a >> MANTISSA) + (b >> MANTISSA) - 2 * BIAS, -370, 127)
     return product + (shift << MANTISSA)
 

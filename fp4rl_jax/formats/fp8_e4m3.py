@@ -5,9 +5,9 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from fp4rl_jax.arrays import Array, unknown_name
+from fp4rl_jax.arrays import Array
 from fp4rl_jax.formats import _bits, _e4m3
-from fp4rl_jax.formats._base import Format, Span
+from fp4rl_jax.formats._base import Format, Span, choices
 from fp4rl_jax.formats._grid import E4M3Bracket, Grid
 
 
@@ -19,17 +19,12 @@ class FP8E4M3(Format):
         block_size: None for one scale a row (along the quantized axis), or 128.
     """
 
-    block_size: int | None = None
+    block_size: int | None = choices(None, None, 128)
     code_bits: ClassVar[int] = 8
     scale_width: ClassVar[int] = 0
     scale_nan: ClassVar[int | None] = None
     native: ClassVar[str | None] = "float8_e4m3fn"
     grid: ClassVar[Grid] = Grid(values=(0.0, _e4m3.MAX))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.block_size not in (None, 128):
-            raise unknown_name("block_size of format fp8_e4m3", str(self.block_size), ("None", "128"))
 
     @property
     def block(self) -> int | None:
@@ -62,11 +57,8 @@ class FP8E4M3(Format):
         self, x: Array, scales: Array, outer_scale: Array | None, *, span_amax: Array | None = None
     ) -> E4M3Bracket:
         del scales, span_amax
-        log = _bits.from_float(x)
-        if outer_scale is None:
-            return E4M3Bracket(log)
-        inverse = _bits.divide(jnp.int32(_bits.ONE), _bits.from_float(outer_scale)[..., None])
-        return E4M3Bracket(_bits.multiply(log, inverse))
+        outer = None if outer_scale is None else outer_scale[..., None]
+        return E4M3Bracket(self.over_outer(_bits.from_float(x), outer))
 
     def element(self, codes: Array) -> Array:
         magnitude = _e4m3.decode(codes & 0x7F)

@@ -58,8 +58,8 @@ class HiF4(Format):
         del span_amax
         blocks, _ = self._to_blocks(x)
         peak = _bits.block_amax(blocks.reshape(*blocks.shape[:-1], 16, 4))  # [..., blocks, 16]
-        by_four = once(_divided(_bits.log_form(peak), _last(outer_scale)))
-        level_1 = self._level_1(_divided(_bits.log_form(amax), outer_scale))
+        by_four = once(self.over_outer(_bits.log_form(peak), _last(outer_scale)))
+        level_1 = self._level_1(self.over_outer(_bits.log_form(amax), outer_scale))
         level_1 = once(jnp.where(amax == 0, 0, level_1))
         by_eight = jnp.maximum(by_four[..., 0::2], by_four[..., 1::2])
         two = _at_least(by_eight, level_1[..., None], 2)  # peak * rec >= 4
@@ -105,7 +105,7 @@ class HiF4(Format):
         unit = once(_e6m2(byte)[..., None] * _bits.power_of_two(fine))  # [..., blocks, 16]
         factor, exponent = _reciprocal(byte)
         factor, shift = once((factor, fine + exponent[..., None]))
-        log = _divided(_bits.from_float(x), _last(outer_scale))
+        log = self.over_outer(_bits.from_float(x), _last(outer_scale))
         return HiF4Bracket(
             self.grid, _bits.scaled(log, 0), _by_four(unit), log=log, factor=factor, shift=_by_four(shift)
         )
@@ -149,12 +149,6 @@ def _by_four(x: Array) -> Array:
 
 def _last(outer_scale: Array | None) -> Array | None:
     return None if outer_scale is None else outer_scale[..., None]
-
-
-def _divided(log: Array, outer_scale: Array | None) -> Array:
-    if outer_scale is None:
-        return log
-    return _bits.multiply(log, _bits.divide(jnp.int32(_bits.ONE), _bits.from_float(outer_scale)))
 
 
 def _e6m2(byte: Array) -> Array:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.formats import _bits, _e4m3
 from fp4rl_jax.formats._base import Format, Span, choices, once, share_rows
-from fp4rl_jax.formats._grid import E2M1, Grid, GridBracket
+from fp4rl_jax.formats._grid import E2M1, Bracket, Grid, GridBracket
 
 _SIXTH = 0x3E2AAAAB  # float32(1/6) as a bit pattern, which is its log form too
 
@@ -97,7 +97,7 @@ class NVFP4(Format):
             encode_scale = self._encode_scale(outer_scale, span_amax)
             byte = _e4m3.round_log(self._vendor_ratio(log, encode_scale, divisor), to=to)
         else:
-            byte = _e4m3.round_ratio(_divided(log, outer_scale), divisor, to=to)
+            byte = _e4m3.round_ratio(self.over_outer(log, outer_scale), divisor, to=to)
         byte = jnp.where(amax == 0, 0, byte)
         poisoned = (amax >= _bits.RAW_INFINITY) | ~jnp.isfinite(outer_scale)
         return jnp.where(poisoned, self.scale_nan, byte).astype(jnp.uint8)
@@ -126,26 +126,27 @@ class NVFP4(Format):
     # ---- codes -------------------------------------------------------------------------------
     def bracket(
         self, x: Array, scales: Array, outer_scale: Array | None, *, span_amax: Array | None = None
-    ) -> GridBracket:
-        log = _bits.from_float(x)
-        scale = self.block_scale(scales)[..., None]
-        if outer_scale is None:
-            return GridBracket(self.grid, _bits.scaled(log, 0), scale)
-        if self.outer_rounding == "pow2":
-            return GridBracket(self.grid, _bits.scaled(_divided(log, outer_scale[..., None]), 0), scale)
+    ) -> Bracket:
+        if outer_scale is None or self.outer_rounding == "pow2":
+            return super().bracket(x, scales, outer_scale)
         # the vendor's order: x * min(1 / (block scale * S_dec), float32 max)
         one = jnp.int32(_bits.ONE)
         decode_scale = _bits.divide(one, self._encode_scale(outer_scale, span_amax)[..., None])
-        inverse = _bits.divide(one, _bits.multiply(_bits.from_float(scale), decode_scale))
+        scale = _bits.from_float(self.block_scale(scales)[..., None])
+        inverse = _bits.divide(one, _bits.multiply(scale, decode_scale))
         inverse = once(jnp.minimum(inverse, _bits.RAW_MAX))
-        return GridBracket(self.grid, _bits.scaled(_bits.multiply(log, inverse), 0), jnp.float32(1))
+        quotient = _bits.multiply(_bits.from_float(x), inverse)
+        return GridBracket(self.grid, _bits.scaled(quotient, 0), jnp.float32(1))
+
+    def _product(self, element: Array, scale: Array) -> Array:
+        return element * scale  # at least 2^-10, exact
 
     def _error(self, x: Array, scales: Array, outer_scale: Array, span_amax: Array | None) -> Array:
         """Summed error of each block under the given scale bytes, in units of the outer scale."""
         codes = self.encode(x, scales, outer_scale, span_amax=span_amax)
         blocks, _ = self._to_blocks(x)
         inner = self._to_blocks(self.inner(codes, scales))[0]
-        magnitude = _bits.scaled(_divided(_bits.from_float(blocks), outer_scale[..., None]), 0)
+        magnitude = _bits.scaled(self.over_outer(_bits.from_float(blocks), outer_scale[..., None]), 0)
         error = jnp.abs(magnitude - jnp.abs(inner))
         if self.four_over_six == "mse":
             error = _bits.opaque(error * error)
@@ -153,11 +154,6 @@ class NVFP4(Format):
         for i in range(1, 16):  # a written order, so that every compiler adds alike
             total = total + error[..., i]
         return share_rows(total, self.block_rows, "sum")
-
-
-def _divided(log: Array, outer_scale: Array) -> Array:
-    """Log form over a float32 scale; exact where the scale is a power of two."""
-    return _bits.multiply(log, _bits.divide(jnp.int32(_bits.ONE), _bits.from_float(outer_scale)))
 
 
 FORMAT = NVFP4()

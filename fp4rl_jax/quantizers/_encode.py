@@ -35,9 +35,9 @@ def encode(
 ) -> Encoded:
     """The single road from an array to codes; see `quantize` for the arguments."""
     moved = jnp.moveaxis(x, axis, -1)
-    block = fmt.block or moved.shape[-1]
+    block = fmt.block or max(moved.shape[-1], 1)
     padded = pad_last(moved, -(-moved.shape[-1] // block) * block)
-    shape = (*padded.shape[:-1], padded.shape[-1] // block if block else 0, block)
+    shape = (*padded.shape[:-1], padded.shape[-1] // block, block)
     round_with = rounding.prepare(shape, fmt, key, hint)
     if rounding.borrows_scales and hint is not None:
         _check_hint(hint, fmt, axis, moved.shape)
@@ -74,12 +74,14 @@ def _outer(
     # a poisoned block has no say in the outer scale; where it is the whole span, the scale is nan
     finite = jnp.where(poisoned, 0, amax)
     span = {"tensor": None, "row": -1, "block": ()}[fmt.span]
-    finite = finite.max(axis=span, keepdims=fmt.span == "row")
+    finite = finite.max(axis=span, keepdims=fmt.span == "row", initial=0)
     if axis_name is not None and fmt.span != "block":
         finite = lax.pmax(finite, axis_name)
     outer = fmt.outer_from_amax(finite)
     if not fmt.scale_width:  # nothing but the outer scale can carry the poison
         bad = poisoned if fmt.span == "block" else poisoned.any(axis=-1, keepdims=True)
+        if axis_name is not None and fmt.span != "block":
+            bad = lax.pmax(bad.astype(jnp.int32), axis_name) > 0
         outer = jnp.where(bad, jnp.float32(jnp.nan), outer)
     return outer, finite
 

@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.formats import Format, _bits
@@ -66,9 +67,9 @@ def _inside(x: Array, encoded: Encoded, fmt: Format, axis: int) -> Array:
 def _zero(tree: PyTree) -> PyTree:
     """A cotangent of zeros: float0 for integers and keys."""
 
-    def zero(leaf: Array) -> Array:
+    def zero(leaf: Array) -> Array | np.ndarray:
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             return jnp.zeros_like(leaf)
-        return jnp.zeros(leaf.shape, jax.dtypes.float0)
+        return np.zeros(leaf.shape, jax.dtypes.float0)
 
     return jax.tree.map(zero, tree)

@@ -144,7 +144,8 @@ def _quantize(
         axis_name=axis_name,
     )
     packed = fmt.pack(once(encoded.codes))  # stored first: pairing breaks up the vector loop
-    return QTensor(packed, encoded.scales, encoded.outer_scale, fmt=fmt, axis=axis, length=x.shape[axis])
+    padding = encoded.codes.shape[-1] - x.shape[axis]
+    return QTensor(packed, encoded.scales, encoded.outer_scale, fmt=fmt, axis=axis, padding=padding)
 
 
 @partial(jax.jit, static_argnames=("quantizer", "dtype", "axis", "axis_name"))

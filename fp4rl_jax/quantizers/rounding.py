@@ -25,7 +25,7 @@ class CompactHint:
 
     Attributes:
         bits: [..., padded N / 8] uint8, element 0 in the lowest bit.
-        scales, outer_scale, fmt, axis, length: as in `QTensor`.
+        scales, outer_scale, fmt, axis, padding: as in `QTensor`.
     """
 
     bits: Array
@@ -33,7 +33,12 @@ class CompactHint:
     outer_scale: Array | None
     fmt: Format = struct.field(pytree_node=False)
     axis: int = struct.field(pytree_node=False, default=-1)
-    length: int = struct.field(pytree_node=False, default=0)
+    padding: int = struct.field(pytree_node=False, default=0)
+
+    @property
+    def length(self) -> int:
+        """Values along the quantized axis, padding left out."""
+        return self.bits.shape[-1] * 8 - self.padding
 
 
 Hint = QTensor | CompactHint
@@ -44,7 +49,7 @@ def compact(q: QTensor) -> CompactHint:
     low = (q.fmt.unpack(q.packed) & 1).astype(jnp.int32)
     groups = low.reshape(*low.shape[:-1], low.shape[-1] // 8, 8)
     bits = (groups << jnp.arange(8)).sum(axis=-1).astype(jnp.uint8)
-    return CompactHint(bits, q.scales, q.outer_scale, fmt=q.fmt, axis=q.axis, length=q.length)
+    return CompactHint(bits, q.scales, q.outer_scale, fmt=q.fmt, axis=q.axis, padding=q.padding)
 
 
 class Rounding(Protocol):

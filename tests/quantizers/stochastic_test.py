@@ -1,0 +1,96 @@
+"""Stochastic rounding: unbiased, keyed, and its key a leaf through every vjp."""
+
+import statistics
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp4rl_jax
+from fp4rl_jax import Stochastic, quantizers
+
+DRAWS = 4096
+SIZE = 256
+#: The one statistic: the largest |z| over SIZE means of DRAWS draws. With Bonferroni's correction
+#: an unbiased rounding exceeds this in one of a thousand choices of key.
+BOUND = statistics.NormalDist().inv_cdf(1 - 0.001 / (2 * SIZE))
+
+
+def largest_z(fmt: str, bits: int, **options) -> float:
+    x = jax.random.normal(jax.random.key(1), (SIZE,))
+    keys = jax.random.split(jax.random.key(2), DRAWS)
+
+    def draw(key):
+        return fp4rl_jax.quantize(x, fmt, rounding=Stochastic(bits=bits), key=key, **options).dequantize()
+
+    values = np.asarray(jax.vmap(draw)(keys), np.float64)  # [DRAWS, SIZE]
+    x = np.asarray(x, np.float64)
+    low, high = values.min(axis=0), values.max(axis=0)
+    fraction = np.where(high > low, (x - low) / np.where(high > low, high - low, 1), 0)
+    deviation = (high - low) * np.sqrt(fraction * (1 - fraction) / DRAWS)
+    error = np.abs(values.mean(axis=0) - x)
+    assert (
+        error[high == low] <= 2.0**-16 * np.abs(x[high == low]) + 1e-12
+    ).all() or "nearest" in options.values()
+    return float((error[high > low] / deviation[high > low]).max())
+
+
+@pytest.mark.parametrize("bits", [16, 22])
+@pytest.mark.parametrize(
+    "fmt, options", [("nvfp4", {"scale_rounding": "up"}), ("mxfp4", {"scale_rule": "ceil"})]
+)
+def test_it_is_unbiased_where_nothing_is_clipped(fmt, options, bits):
+    assert largest_z(fmt, bits, **options) < BOUND
+
+
+def test_fp8_is_unbiased():
+    assert largest_z("fp8_e4m3", 16) < BOUND
+
+
+def test_a_scale_rounded_to_nearest_clips_and_biases():
+    """48 % of N(0, 1) blocks have their maximum above 6 * scale; `scale_rounding="up"` has none."""
+    x = jax.random.normal(jax.random.key(3), (512, 2048))
+    top = jnp.abs(x.reshape(512, 128, 16)).max(axis=-1)
+    shares = {}
+    for rounding in ("nearest", "up"):
+        q = fp4rl_jax.quantize(x, "nvfp4", scale_rounding=rounding)
+        limit = 6 * q.fmt.block_scale(q.scales) * q.outer_scale
+        shares[rounding] = float((top > limit).mean())
+    assert f"{shares['nearest']:.2f}" == "0.48" and shares["up"] == 0
+
+
+def test_eight_bits_are_refused():
+    with pytest.raises(ValueError, match="16 to 22 random bits a value, got 8"):
+        Stochastic(bits=8)
+
+
+def test_jit_equals_eager_draw_for_draw():
+    x, key = jax.random.normal(jax.random.key(4), (8, 64)), jax.random.key(5)
+    for fmt in ("nvfp4", "mxfp4", "hif4", "fp8_e4m3"):
+        for bits in (16, 22):
+            quantize = quantizers.Quantizer(fmt, Stochastic(bits=bits)).quantize
+            with jax.disable_jit():
+                eager = quantize(x, key=key)
+            assert (jax.jit(lambda x, k, q=quantize: q(x, key=k))(x, key).packed == eager.packed).all()
+
+
+def test_the_key_is_a_leaf_through_vjp_scan_and_vmap():
+    x = jax.random.normal(jax.random.key(6), (4, 64))
+
+    def loss(x, key):
+        return (fp4rl_jax.fake_quantize(x, "nvfp4", rounding=Stochastic(), key=key) * x).sum()
+
+    keys = jax.random.split(jax.random.key(7), 3)
+    traces = []
+
+    @jax.jit
+    def grads(keys):
+        traces.append(1)
+        return jax.lax.scan(lambda _, key: (None, jax.grad(loss)(x, key)), None, keys)[1]
+
+    first = grads(keys)
+    assert (first == jax.vmap(jax.grad(loss), (None, 0))(x, keys)).all()
+    assert (first[0] != first[1]).any() and (first[1] != first[2]).any()
+    assert (grads(jax.random.split(jax.random.key(8), 3)) != first).any()
+    assert len(traces) == 1, "another key is no reason to compile again"
