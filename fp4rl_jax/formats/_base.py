@@ -41,6 +41,7 @@ class Format:
         code_bits: 4 (two codes a byte, the first in the low nibble) or 8.
         grid: the magnitudes that a code's lower bits count.
         scale_width: bytes of scale data a block carries.
+        scale_kind: what the scale data of a block holds, in words.
         scale_nan: the byte that marks a poisoned block in the first of them; None where the
             outer scale does.
         native: name of the jax dtype whose values the elements are and that some hardware
@@ -50,6 +51,7 @@ class Format:
     code_bits: ClassVar[int] = 4
     grid: ClassVar[Grid]
     scale_width: ClassVar[int] = 1
+    scale_kind: ClassVar[str] = "one byte"
     scale_nan: ClassVar[int | None] = 0xFF
     native: ClassVar[str | None] = None
 
@@ -96,6 +98,19 @@ class Format:
     def bits_per_value(self) -> float:
         """Bits a value takes, block scales included and outer scales not."""
         return self.code_bits + (8 * self.scale_width / self.block if self.block else 0.0)
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """Its levels of scales in words, innermost first."""
+        area = f"{self.block_rows} x {self.block}" if self.block_rows > 1 else f"{self.block}"
+        inner = (f"{self.scale_kind} a block of {area}",) if self.scale_width else ()
+        span = {
+            "none": None,
+            "static": "given by the caller",
+            "block": f"a block of {self.block}",
+        }.get(self.span, f"a {self.span}")
+        kind = "power of two" if self.outer_is_power_of_two else "float32"
+        return inner if span is None else (*inner, f"{kind} {span}")
 
     # ---- scales ------------------------------------------------------------------------------
     def outer_from_amax(self, amax: Array) -> Array:
@@ -245,18 +260,25 @@ class Format:
 
     def finite_blocks(self, scales: Array, outer_scale: Array | None) -> Array:
         """bool per block, False where a non-finite input has poisoned it."""
-        lead = scales.reshape(*scales.shape[:-1], -1, max(self.scale_width, 1))[..., 0]
-        fine = jnp.ones(lead.shape, bool) if self.scale_nan is None else lead != self.scale_nan
-        if outer_scale is not None:
-            fine = fine & jnp.isfinite(outer_scale)
-        return fine
+        finite = None if outer_scale is None else jnp.isfinite(outer_scale)
+        if self.scale_nan is None:
+            return jnp.ones((), bool) if finite is None else finite
+        lead = scales.reshape(*scales.shape[:-1], scales.shape[-1] // self.scale_width, self.scale_width)
+        fine = lead[..., 0] != self.scale_nan
+        return fine if finite is None else fine & left_aligned(finite, fine.ndim)
 
-    def largest(self, scales: Array, outer_scale: Array | None) -> Array:
-        """int32 raw pattern, per block, of the largest magnitude that its scales can hold."""
-        log = _bits.from_float(jnp.float32(self.qmax) * self.block_scale(scales))
+    def within(self, x: Array, scales: Array, outer_scale: Array | None) -> Array:
+        """bool [..., N], True where |x| does not exceed the largest value its scales can hold."""
+        blocks, length = self._to_blocks(x)
+        limit = _bits.from_float(self._unit(scales) * jnp.float32(self.qmax))
         if outer_scale is not None:
-            log = _bits.multiply(log, _bits.from_float(outer_scale))
-        return _bits.raw(_bits.to_float(log))
+            limit = _bits.multiply(limit, _bits.from_float(outer_scale)[..., None])
+        return self._from_blocks(_bits.from_float(blocks) <= limit, length)
+
+    def _unit(self, scales: Array) -> Array:
+        """float32 scale of every element, [..., blocks, 1 or block]; more than the block's where
+        there are scales inside it."""
+        return self.block_scale(scales)[..., None]
 
     def over_outer(self, log: Array, outer_scale: Array | None) -> Array:
         """A magnitude in log form (see `_bits`) divided by its outer scale.
@@ -313,12 +335,17 @@ def apply_outer(inner: Array, *factors: Array) -> Array:
     one value a row or a block.
     """
     for factor in factors:
-        outer = factor.reshape(factor.shape + (1,) * (inner.ndim - factor.ndim))
+        outer = left_aligned(factor, inner.ndim)
         if outer.shape[-1] not in (1, inner.shape[-1]):  # one scale a block
             width = -(-inner.shape[-1] // outer.shape[-1])
             outer = jnp.repeat(outer, width, axis=-1)[..., : inner.shape[-1]]
         inner = inner * outer
     return inner
+
+
+def left_aligned(x: Array, ndim: int) -> Array:
+    """`x` with axes of size 1 appended up to `ndim`, as an outer scale [L] of stacked tensors needs."""
+    return x.reshape(x.shape + (1,) * (ndim - x.ndim))
 
 
 def narrow_exact(x: Array, dtype: DTypeLike) -> Array:

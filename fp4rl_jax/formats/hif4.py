@@ -35,6 +35,7 @@ class HiF4(Format):
     outer: str = choices("none", "none", "tensor", "row", "static")
     grid: ClassVar[Grid] = Grid(values=(0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75), ties="away")
     scale_width: ClassVar[int] = 4
+    scale_kind: ClassVar[str] = "E6M2, 8 and 16 one-bit factors"
 
     @property
     def block(self) -> int:
@@ -112,10 +113,12 @@ class HiF4(Format):
 
     def inner(self, codes: Array, scales: Array, dtype: DTypeLike = jnp.float32) -> Array:
         blocks, length = self._to_blocks(codes)
-        _, fine = self._fields(scales)
-        unit = once(self.block_scale(scales)[..., None] * _bits.power_of_two(fine))
-        value = self.element(blocks) * _by_four(unit)
+        value = self.element(blocks) * self._unit(scales)  # never subnormal: at least 2^-50
         return self._from_blocks(value.astype(dtype), length)
+
+    def _unit(self, scales: Array) -> Array:
+        _, fine = self._fields(scales)
+        return _by_four(once(self.block_scale(scales)[..., None] * _bits.power_of_two(fine)))
 
 
 @dataclasses.dataclass(frozen=True)

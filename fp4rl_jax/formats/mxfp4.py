@@ -28,6 +28,7 @@ class MXFP4(Format):
 
     scale_rule: str = choices("floor", "floor", "even", "rceil", "ceil", "uos")
     grid: ClassVar[Grid] = E2M1
+    scale_kind: ClassVar[str] = "E8M0"
 
     @property
     def block(self) -> int:

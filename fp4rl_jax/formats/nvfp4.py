@@ -40,6 +40,7 @@ class NVFP4(Format):
     four_over_six: str = choices("off", "off", "mae", "mse")
     scale_rounding: str = choices("nearest", "nearest", "up")
     grid: ClassVar[Grid] = E2M1
+    scale_kind: ClassVar[str] = "E4M3"
     scale_nan: ClassVar[int] = _e4m3.NAN_BYTE
 
     @property

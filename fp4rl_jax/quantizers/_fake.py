@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp4rl_jax.arrays import Array, PyTree
-from fp4rl_jax.formats import Format, _bits
+from fp4rl_jax.formats import Format
+from fp4rl_jax.formats._base import pad_last
 from fp4rl_jax.quantizers._encode import AxisName, Encoded, encode
 from fp4rl_jax.quantizers.rounding import Hint, Rounding
 
@@ -56,11 +57,8 @@ fake_quantize.defvjp(_forward, _backward)
 
 def _inside(x: Array, encoded: Encoded, fmt: Format, axis: int) -> Array:
     """bool in x's shape, True where |x| / scale <= qmax."""
-    magnitude = _bits.raw(jnp.moveaxis(x, axis, -1))
-    top = fmt.largest(encoded.scales, encoded.outer_scale)
-    inside = (
-        magnitude <= jnp.repeat(top, fmt.block or magnitude.shape[-1], axis=-1)[..., : magnitude.shape[-1]]
-    )
+    moved = pad_last(jnp.moveaxis(x, axis, -1), encoded.codes.shape[-1])
+    inside = fmt.within(moved, encoded.scales, encoded.outer_scale)[..., : x.shape[axis]]
     return jnp.moveaxis(inside, -1, axis)
 
 

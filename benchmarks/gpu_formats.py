@@ -1,0 +1,253 @@
+"""Every format in every mode on an accelerator: the same bytes as on the CPU, however it is compiled.
+
+    python benchmarks/gpu_formats.py OUTPUT.json [--quick]
+
+A GPU compiler folds a narrow cast and its inverse away under jit, so that a quantize-dequantize
+written with casts changes nothing, without a word. This script shows that (the `contrast` part of
+its record) and proves that the formats of this project are immune: codes, scale bytes and outer
+scales under eager, jit, scan, vmap and grad equal those of the CPU, for float32 and bfloat16, on
+ordinary data, 30 binades, ties, subnormals, zeros, infinities and nans. `--quick` takes one option
+at a time instead of all combinations. Exit code 1 if anything differs.
+"""
+
+import argparse
+import datetime
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import fp4rl_jax
+from fp4rl_jax import Guided, Stochastic, formats
+from fp4rl_jax.formats import Format
+from fp4rl_jax.quantizers import Quantizer, compact
+
+SHAPE = (4, 32, 256)  # kinds of data, rows, columns
+CHUNK = 12  # modes compiled into one program
+GOLDEN = Path(__file__).parent.parent / "tests" / "formats" / "golden.npz"
+
+
+def inputs() -> np.ndarray:
+    """[4, 32, 256] float32 that bfloat16 holds too: ordinary, wide, awkward, poisoned."""
+    rng = np.random.default_rng(0)
+    ordinary = rng.standard_normal(SHAPE[1:])
+    wide = rng.standard_normal(SHAPE[1:]) * 2.0 ** rng.integers(-15, 15, SHAPE[1:])
+    ties = rng.choice([0.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 7.0], SHAPE[1:])
+    ties[8:16] *= 2.0**-126  # subnormals among them
+    ties[16:20] = 0
+    poisoned = rng.standard_normal(SHAPE[1:])
+    poisoned[3, 5], poisoned[20, 100], poisoned[21, 7] = np.inf, -np.inf, np.nan
+    stack = np.stack([ordinary, wide, ties, poisoned]).astype(np.float32)
+    return np.asarray(jnp.asarray(stack, jnp.bfloat16).astype(jnp.float32))
+
+
+def run_mode(fmt: Format, x: jax.Array, key: jax.Array) -> dict[str, object]:
+    """All that one mode makes of an array: bytes for each rounding, inner and dequantized values."""
+    given = {"outer_scale": jnp.float32(2.0**-6)} if fmt.span == "static" else {}
+    q = Quantizer(fmt).quantize(x, **given)
+    near = Quantizer(fmt).quantize(x * jnp.asarray(1.0625, x.dtype), **given)
+    return {
+        "nearest": q,
+        "stochastic": Quantizer(fmt, Stochastic()).quantize(x, key=key, **given).packed,
+        "guided": Quantizer(fmt, Guided()).quantize(x, hint=near).packed,
+        "compact": Quantizer(fmt, Guided()).quantize(x, hint=compact(near)).packed,
+        "inner": q.inner(jnp.bfloat16),
+        "fake": Quantizer(fmt).fake_quantize(x, **given),
+    }
+
+
+def fake_and_gradient(fmt: Format, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The fake-quantized values as seen inside a differentiated function, and the clipped gradient."""
+    given = {"outer_scale": jnp.float32(2.0**-6)} if fmt.span == "static" else {}
+
+    def loss(x):
+        y = Quantizer(fmt, ste="clipped").fake_quantize(x, **given)
+        return jnp.sum(y.astype(jnp.float32)), y
+
+    gradient, value = jax.grad(loss, has_aux=True)(x)
+    return value, gradient
+
+
+def differing(ours: object, theirs: object) -> int:
+    """How many array elements differ in their bits, nans of equal bits being equal."""
+    total = 0
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        a, b = (np.asarray(v) for v in (a, b))
+        both_nan = (a != a) & (b != b)
+        as_bits = [v.view(f"u{v.dtype.itemsize}") for v in (np.ascontiguousarray(a), np.ascontiguousarray(b))]
+        total += int(((as_bits[0] != as_bits[1]) & ~both_nan).sum())
+    return total
+
+
+def chunks(modes: Sequence[Format]) -> Iterator[tuple[Format, ...]]:
+    for start in range(0, len(modes), CHUNK):
+        yield tuple(modes[start : start + CHUNK])
+
+
+def over(modes: Sequence[Format], function: Callable) -> Callable:
+    return lambda *arguments: [function(fmt, *arguments) for fmt in modes]
+
+
+def check_chunk(modes: Sequence[Format], x: np.ndarray, eager_too: bool) -> dict[str, int]:
+    """Differences from the CPU, by way of compiling, over a chunk of modes and all kinds of data."""
+    key = jax.random.key(0)
+    cpu = jax.devices("cpu")[0]
+    every = over(modes, run_mode)
+    with jax.default_device(cpu):
+        place = jnp.asarray(x)
+        known = [jax.jit(every)(kind, key) for kind in place]
+        known_fake = [jax.jit(over(modes, fake_and_gradient))(kind) for kind in place]
+        known_bf16 = [jax.jit(every)(kind.astype(jnp.bfloat16), key) for kind in place]
+    stacked = jax.tree.map(lambda *leaves: np.stack([np.asarray(v) for v in leaves]), *known)
+    here = jnp.asarray(x)
+    counts = {"jit": 0, "bfloat16 jit": 0, "grad": 0, "bfloat16 bytes = float32 bytes": 0}
+    jitted, graded = jax.jit(every), jax.jit(over(modes, fake_and_gradient))
+    for i, kind in enumerate(here):
+        ours, narrow = jitted(kind, key), jitted(kind.astype(jnp.bfloat16), key)
+        counts["jit"] += differing(ours, known[i])
+        counts["bfloat16 jit"] += differing(narrow, known_bf16[i])
+        counts["grad"] += differing(graded(kind), known_fake[i])
+        for one, two in zip(ours, narrow, strict=True):
+            counts["bfloat16 bytes = float32 bytes"] += differing(one["nearest"], two["nearest"])
+    scanned = jax.jit(lambda x: lax.scan(lambda _, kind: (None, every(kind, key)), None, x)[1])(here)
+    mapped = jax.jit(jax.vmap(lambda kind: every(kind, key)))(here)
+    counts["scan"], counts["vmap"] = differing(scanned, stacked), differing(mapped, stacked)
+    if eager_too:
+        with jax.disable_jit():
+            counts["eager"] = sum(
+                differing(Quantizer(fmt).quantize(kind, **_given(fmt)), known[i][j]["nearest"])
+                for i, kind in enumerate(here)
+                for j, fmt in enumerate(modes)
+            )
+    return counts
+
+
+def _given(fmt: Format) -> dict[str, jax.Array]:
+    return {"outer_scale": jnp.float32(2.0**-6)} if fmt.span == "static" else {}
+
+
+def relative_mse(x: jax.Array, y: jax.Array) -> float:
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    return float(np.mean((y - x) ** 2) / np.mean(x**2))
+
+
+def contrast() -> dict[str, dict[str, float]]:
+    """Relative error of a round trip under jit: written with casts, and through `fake_quantize`."""
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((256, 1024)), jnp.float32)
+
+    def with_casts(x):
+        blocks = x.reshape(256, 64, 16)
+        scale = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) / 6.0
+        scale = scale.astype(jnp.float8_e4m3fn).astype(jnp.float32)
+        q = jnp.clip(blocks / scale, -6, 6).astype(jnp.float4_e2m1fn).astype(jnp.float32)
+        return (q * scale).reshape(x.shape)
+
+    found = {
+        "written with casts": {
+            "eager": relative_mse(x, with_casts(x)),
+            "jit": relative_mse(x, jax.jit(with_casts)(x)),
+        }
+    }
+    for name in formats.names():
+        found[name] = _round_trips(x, partial(fp4rl_jax.fake_quantize, fmt=name))
+    return found
+
+
+def _round_trips(x: jax.Array, function: Callable) -> dict[str, float]:
+    with jax.disable_jit():
+        eager = function(x)
+    half_square = lambda x: 0.5 * jnp.sum(function(x) ** 2)  # noqa: E731 (its gradient is the value)
+    return {
+        "eager": relative_mse(x, eager),
+        "jit": relative_mse(x, jax.jit(function)(x)),
+        "scan": relative_mse(x, lax.scan(lambda _, row: (None, function(row)), None, x[None])[1][0]),
+        "grad": relative_mse(x, jax.jit(jax.grad(half_square))(x)),
+        "vmap": relative_mse(x, jax.jit(jax.vmap(function))(x[None])[0]),
+    }
+
+
+def golden() -> dict[str, int]:
+    """Bytes on this device that differ from those of independent implementations (finite cases)."""
+    data = dict(np.load(GOLDEN))
+    cases = [k.split("|")[1] for k in data if k.startswith("input|")]
+    counts = {"nvfp4 TE-ref bytes": 0, "nvfp4 TE-ref codes": 0, "mxfp4 torchao": 0, "hif4 HiF4-numpy": 0}
+    for case in cases:
+        x = data[f"input|{case}"]
+        if not np.isfinite(x).all():
+            continue
+        q = fp4rl_jax.quantize(jnp.asarray(x), "nvfp4", outer_rounding="fp32")
+        scales = data[f"nvfp4/TE-ref|{case}|bscale"]
+        live = np.repeat(scales != 0, 16, axis=-1)
+        counts["nvfp4 TE-ref bytes"] += int((np.asarray(q.scale_bytes()) != scales).sum())
+        counts["nvfp4 TE-ref codes"] += _codes_differ(
+            q, np.where(live, data[f"nvfp4/TE-ref|{case}|codes"], 0)
+        )
+        for rule in ("floor", "even", "rceil", "ceil"):
+            q = fp4rl_jax.quantize(jnp.asarray(x), "mxfp4", scale_rule=rule)
+            theirs = f"mxfp4-{rule}/torchao|{case}|"
+            counts["mxfp4 torchao"] += int((np.asarray(q.scale_bytes()) != data[theirs + "bscale"]).sum())
+            counts["mxfp4 torchao"] += _codes_differ(q, data[theirs + "codes"])
+        value = np.asarray(fp4rl_jax.quantize(jnp.asarray(x), "hif4").dequantize())
+        counts["hif4 HiF4-numpy"] += int((value != data[f"hif4/HiF4-numpy|{case}|deq"]).sum())
+    return counts
+
+
+def _codes_differ(q: fp4rl_jax.QTensor, theirs: np.ndarray) -> int:
+    ours = np.asarray(q.codes())
+    return int((np.where(ours == 8, 0, ours) != np.where(theirs == 8, 0, theirs)).sum())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path, help="the JSON record")
+    parser.add_argument("--quick", action="store_true", help="one option at a time, not all combinations")
+    arguments = parser.parse_args()
+    device = jax.devices()[0]
+    record = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "jax": jax.__version__,
+        "device": f"{device.platform}: {device.device_kind}",
+        "contrast, relative squared error": contrast(),
+        "differences from independent implementations": golden(),
+        "modes": {},
+        "differences from the CPU": {},
+    }
+    print(json.dumps(record, indent=1), flush=True)
+    x = inputs()
+    for name in formats.names():
+        modes = formats.variations(name) if arguments.quick else formats.modes(name)
+        record["modes"][name] = [str(fmt) for fmt in modes]
+        total: dict[str, int] = {}
+        for i, chunk in enumerate(chunks(modes)):
+            start = time.monotonic()
+            for way, count in check_chunk(chunk, x, eager_too=True).items():
+                total[way] = total.get(way, 0) + count
+            print(
+                f"{name} {i * CHUNK + len(chunk)}/{len(modes)} {total} {time.monotonic() - start:.0f} s",
+                flush=True,
+            )
+        record["differences from the CPU"][name] = total
+        arguments.output.write_text(json.dumps(record, indent=1) + "\n")
+    wrong = sum(sum(total.values()) for total in record["differences from the CPU"].values())
+    wrong += sum(record["differences from independent implementations"].values())
+    folded = [
+        (name, way)
+        for name, ways in record["contrast, relative squared error"].items()
+        for way, error in ways.items()
+        if name in formats.names() and error != ways["eager"]
+    ]
+    record["verdict"] = "equal" if not wrong and not folded else f"{wrong} differences, folded: {folded}"
+    arguments.output.write_text(json.dumps(record, indent=1) + "\n")
+    print(record["verdict"])
+    return 0 if record["verdict"] == "equal" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
