@@ -15,16 +15,8 @@ from fp4rl_jax.models.params import (
     shardings,
     split_layers,
 )
-from fp4rl_jax.models.transformer import (
-    KV,
-    Forward,
-    GroupForward,
-    cache_width,
-    forward,
-    forward_groups,
-    new_cache,
-    positions_of,
-)
+from fp4rl_jax.models.sequences import KV, cache_width, new_cache, positions_of
+from fp4rl_jax.models.transformer import Forward, GroupForward, forward, forward_groups
 
 __all__ = [
     "FAMILIES",

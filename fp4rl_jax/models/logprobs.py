@@ -19,7 +19,8 @@ from fp4rl_jax.models.blocks import Stats
 from fp4rl_jax.models.config import ModelConfig
 from fp4rl_jax.models.numerics import round_to, sum_last
 from fp4rl_jax.models.params import head_weight
-from fp4rl_jax.models.transformer import Remat, forward_groups
+from fp4rl_jax.models.stack import Remat
+from fp4rl_jax.models.transformer import forward_groups
 from fp4rl_jax.ops import kernels
 from fp4rl_jax.ops.spec import HIGH_PRECISION, Order, Side
 

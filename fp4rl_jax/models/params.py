@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from fp4rl_jax import ops
 from fp4rl_jax.arrays import Array, PyTree, dtype_of
@@ -187,8 +187,25 @@ def abstract_params(config: ModelConfig, *, dtype: str = "float32") -> PyTree:
 
 
 def shardings(config: ModelConfig, mesh: Mesh, *, rules: Rules = DEFAULT_RULES) -> PyTree:
-    """The master tree as NamedShardings on `mesh`, from each leaf's logical axes."""
-    return jax.tree.map(lambda leaf: named_sharding(mesh, leaf.axes, rules=rules), describe(config))
+    """The master tree as NamedShardings on `mesh`, from each leaf's logical axes.
+
+    Raises:
+        ValueError: a dimension does not divide over the devices that share it; the message names
+            leaf, axis and sizes.
+    """
+
+    def one(path: Any, leaf: Leaf) -> NamedSharding:
+        sharding = named_sharding(mesh, leaf.axes, rules=rules)
+        for name, size in zip(leaf.axes, leaf.shape, strict=True):
+            parts = rules.parts(name, mesh)
+            if size % parts:
+                where = jax.tree_util.keystr(path, simple=True, separator="/")
+                raise ValueError(
+                    f"{where}: axis {name!r} of size {size} does not divide over {parts} devices"
+                )
+        return sharding
+
+    return jax.tree_util.tree_map_with_path(one, describe(config))
 
 
 def fuse(params: PyTree) -> PyTree:

@@ -5,6 +5,7 @@ a mesh axis, to several, or to None (replicated). Nothing else in the project na
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import jax
@@ -72,6 +73,10 @@ class Rules:
             entries.append(mesh_axes or None)
         return PartitionSpec(*entries)
 
+    def parts(self, name: str, mesh: Mesh) -> int:
+        """Over how many devices of `mesh` a dimension of this logical name is shared out."""
+        return math.prod(mesh.shape[axis] for axis in getattr(self, name))
+
 
 DEFAULT_RULES = Rules()
 
@@ -101,9 +106,7 @@ def shard_batch(batch: PyTree, mesh: Mesh, *, rules: Rules = DEFAULT_RULES) -> P
         ValueError: the rows of a leaf do not divide over the devices that share them.
     """
     sharding = batch_sharding(mesh, rules=rules)
-    parts = 1
-    for axis in rules.batch:
-        parts *= mesh.shape[axis]
+    parts = rules.parts("batch", mesh)
 
     def place(leaf: jax.Array) -> jax.Array:
         if leaf.ndim == 0:

@@ -86,6 +86,17 @@ def test_a_row_scores_the_same_in_every_batch_and_chunk(rng):
     np.testing.assert_array_equal(whole[2:4], part)
 
 
+def test_completions_of_one_token_are_scored_from_the_prompt(rng):
+    config = TINY["llama"]
+    params = random_params(config, rng)
+    tokens, mask = ragged_batch(rng, config, prompts=2, group=GROUP, prompt_width=PROMPT, width=1)
+    out = jax.jit(scorer(config))(models.fuse(params), tokens, mask)
+    expected = [
+        sequence_logprobs(params, t[m], config, 0.7)[0][-1] for t, m in zip(tokens, mask, strict=True)
+    ]
+    np.testing.assert_allclose(out.logprobs[:, -1], expected, rtol=0, atol=FLOAT32_ERROR)
+
+
 def naive(params, tokens, mask, *, config):
     """The same log-probs from the full [B, T, V] log-softmax of whole sequences, in plain jnp."""
     mask = jnp.asarray(mask)

@@ -1,5 +1,6 @@
 """The one description of every leaf, and what follows from it."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -88,11 +89,18 @@ def test_split_layers_and_its_refusals(rng):
 
 def test_shardings_follow_the_axes_of_each_leaf():
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=2, expert=2))
-    found = models.shardings(TINY["qwen3_moe"], mesh)
-    assert jax.tree.structure(found) == jax.tree.structure(models.abstract_params(TINY["qwen3_moe"]))
+    config = dataclasses.replace(TINY["qwen3_moe"], vocab_size=64, num_experts=6)
+    found = models.shardings(config, mesh)
+    assert jax.tree.structure(found) == jax.tree.structure(models.abstract_params(config))
     assert found["embed"].spec == PartitionSpec(("tensor",), ("fsdp",))
     assert found["layers"]["attn"]["q"].spec == PartitionSpec(None, ("tensor",), ("fsdp",))
     assert found["layers"]["moe"]["down"].spec == PartitionSpec(None, ("expert",), ("fsdp",), ("tensor",))
+
+
+def test_dimensions_that_do_not_divide_are_named():
+    mesh = make_mesh(MeshConfig(tensor=2), devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match="embed: axis 'vocab' of size 61 does not divide over 2 devices"):
+        models.shardings(TINY["llama"], mesh)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,128 @@
+"""How tokens form sequences: key/value caches, masks, and the three shapes of attention.
+
+Decode and scoring attend to the same two key segments of the same widths: the prompt's (shared by
+its group, never copied) and the completion's own.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from fp4rl_jax import ops
+from fp4rl_jax.arrays import Array, dtype_of
+from fp4rl_jax.models.config import ModelConfig
+from fp4rl_jax.ops.spec import Order
+
+
+@struct.dataclass
+class KV:
+    """Keys (after RoPE) and values of cached tokens, [L, B, S, K, C] in the activation dtype."""
+
+    k: Array
+    v: Array
+
+
+def positions_of(token_mask: Array) -> Array:
+    """Positions that count real tokens only: [..., T] bool -> [..., T] int32; padding gets 0."""
+    return jnp.maximum(jnp.cumsum(token_mask.astype(jnp.int32), axis=-1) - 1, 0)
+
+
+def cache_width(completion_width: int) -> int:
+    """Columns of a completion's KV segment: its last token is never fed back."""
+    return max(completion_width - 1, 1)
+
+
+def new_cache(config: ModelConfig, *, num_rows: int, completion_width: int, dtype: str) -> KV:
+    """An empty completion cache [L, B, cache_width, K, C]."""
+    width = cache_width(completion_width)
+    shape = (config.num_layers, num_rows, width, config.num_kv_heads, config.head_dim)
+    return KV(k=jnp.zeros(shape, dtype_of(dtype)), v=jnp.zeros(shape, dtype_of(dtype)))
+
+
+def causal(queries: int, keys: int, first: Array | int = 0) -> Array:
+    """[queries, keys] bool: query i, standing in column first + i, sees the columns up to its own."""
+    return jnp.arange(keys)[None, :] <= first + jnp.arange(queries)[:, None]
+
+
+def over_rows(prefix_mask: Array, num_rows: int, width: int) -> Array:
+    """A prompt's key mask for every query of its group: [P, S] -> [B, width, S]."""
+    repeated = jnp.repeat(prefix_mask, num_rows // prefix_mask.shape[0], axis=0)
+    return jnp.broadcast_to(repeated[:, None, :], (num_rows, width, prefix_mask.shape[1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockAttention:
+    """A block attends to an optional prefix and, causally, to itself; its KV is kept."""
+
+    prefix_mask: Array | None  # [B, T, S] bool
+    own_mask: Array  # [B, T, T] bool
+    scale: float
+    order: Order
+
+    def __call__(self, q: Array, k: Array, v: Array, *, extra: Any, state: Any) -> tuple[Array, Any, Any]:
+        segments = (ops.Segment(k, v, self.own_mask),)
+        if self.prefix_mask is not None:
+            segments = (ops.Segment(extra.k, extra.v, self.prefix_mask), *segments)
+        out = ops.attention(q, segments=segments, scale=self.scale, order=self.order)
+        return out, KV(k=k, v=v), state
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheAttention:
+    """New tokens are written into the cache at `column` and attend to the prefix and the cache."""
+
+    prefix_mask: Array | None  # [B, T, S] bool
+    cache_mask: Array  # [B, T, cache width] bool
+    column: Array  # [] int32
+    scale: float
+    order: Order
+
+    def __call__(self, q: Array, k: Array, v: Array, *, extra: Any, state: Any) -> tuple[Array, Any, Any]:
+        prefix, index = extra
+        start = (index, 0, self.column, 0, 0)
+        state = KV(
+            k=jax.lax.dynamic_update_slice(state.k, k[None].astype(state.k.dtype), start),
+            v=jax.lax.dynamic_update_slice(state.v, v[None].astype(state.v.dtype), start),
+        )
+        own = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), state)
+        segments = (ops.Segment(own.k, own.v, self.cache_mask),)
+        if self.prefix_mask is not None:
+            segments = (ops.Segment(prefix.k, prefix.v, self.prefix_mask), *segments)
+        out = ops.attention(q, segments=segments, scale=self.scale, order=self.order)
+        return out, None, state
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupAttention:
+    """Tokens [P, Tp + G * T]: a prompt, then its G completions one after the other.
+
+    The prompt attends to itself; each completion to the prompt and to itself.
+    """
+
+    prompt_mask: Array  # [P, Tp, Tp] bool
+    prefix_mask: Array  # [B, T, Tp] bool
+    own_mask: Array  # [B, T, T] bool
+    scale: float
+    order: Order
+
+    def __call__(self, q: Array, k: Array, v: Array, *, extra: Any, state: Any) -> tuple[Array, Any, Any]:
+        width = self.prompt_mask.shape[1]
+        rows, block = self.own_mask.shape[:2]
+        (qp, qc), (kp, kc), (vp, vc) = (_part(x, width, rows, block) for x in (q, k, v))
+        prompt = ops.attention(
+            qp, segments=(ops.Segment(kp, vp, self.prompt_mask),), scale=self.scale, order=self.order
+        )
+        if block == 0:
+            return prompt, None, state
+        segments = (ops.Segment(kp, vp, self.prefix_mask), ops.Segment(kc, vc, self.own_mask))
+        out = ops.attention(qc, segments=segments, scale=self.scale, order=self.order)
+        out = out.reshape(prompt.shape[0], -1, *out.shape[2:])
+        return jnp.concatenate([prompt, out], axis=1), None, state
+
+
+def _part(x: Array, width: int, rows: int, block: int) -> tuple[Array, Array]:
+    """[P, Tp + G * T, ...] -> prompts [P, Tp, ...] and completions [B, T, ...]."""
+    return x[:, :width], x[:, width:].reshape(rows, block, *x.shape[2:])

@@ -1,0 +1,130 @@
+"""The scan over stacked layers, cut where training starts."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from fp4rl_jax.arrays import Array, PyTree
+from fp4rl_jax.models.blocks import Attend, SiteCalls, Stats, Tokens, layer
+from fp4rl_jax.models.config import ModelConfig
+from fp4rl_jax.models.params import num_stacked
+from fp4rl_jax.ops.spec import Side
+
+Remat = Literal["none", "layer"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """Consecutive layers that one scan runs: `count` of a stack, from its layer `offset`."""
+
+    stack: PyTree
+    offset: int
+    first: int
+    count: int
+    frozen: bool
+
+    @property
+    def whole(self) -> bool:
+        return self.count == num_stacked(self.stack)
+
+
+def _pieces(layers: PyTree, trainable_from: int) -> list[_Piece]:
+    """Cuts the stack(s) of layers where training starts."""
+    stacks = layers if isinstance(layers, tuple) else (layers,)
+    total = sum(num_stacked(stack) for stack in stacks)
+    if not 0 <= trainable_from <= total:
+        raise ValueError(f"trainable_from must be in 0..{total} layers, got {trainable_from}")
+    pieces, first = [], 0
+    for stack in stacks:
+        count = num_stacked(stack)
+        below = min(max(trainable_from - first, 0), count)
+        if below:
+            pieces.append(_Piece(stack, 0, first, below, True))
+        if count - below:
+            pieces.append(_Piece(stack, below, first + below, count - below, False))
+        first += count
+    return pieces
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What all layers of a call share."""
+
+    attend: Attend
+    tokens: Tokens
+    config: ModelConfig
+    side: Side
+    stats: Stats
+    remat: Remat
+
+    def body(self, carry: Any, weights: PyTree, scanned: Any) -> tuple[Any, Any]:
+        """One layer as a scan body: carry (x, state) -> (carry, (kept, stats))."""
+        x, state = carry
+        extra, key, hint = scanned
+        calls = SiteCalls(self.side, key=key, hint=hint, stats=self.stats)
+        x, kept, state = layer(
+            x,
+            weights,
+            calls,
+            attend=self.attend,
+            tokens=self.tokens,
+            config=self.config,
+            extra=extra,
+            state=state,
+        )
+        return (x, state), (kept, calls.found)
+
+    def frozen(self, carry: Any, piece: _Piece, scanned: Any) -> tuple[Any, Any]:
+        """Runs layers without gradient: nothing is saved, and the weights are read in place."""
+        carry, stack, scanned = jax.lax.stop_gradient((carry, piece.stack, scanned))
+
+        def body(carry: Any, xs: Any) -> tuple[Any, Any]:
+            index, scanned = xs
+            weights = jax.tree.map(
+                lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), stack
+            )
+            return self.body(carry, weights, scanned)
+
+        return jax.lax.scan(body, carry, (piece.offset + jnp.arange(piece.count), scanned))
+
+    def trained(self, carry: Any, piece: _Piece, scanned: Any) -> tuple[Any, Any]:
+        """Runs layers that may be differentiated, recomputing each in the backward if asked."""
+        stack = piece.stack
+        if not piece.whole:
+            stack = jax.tree.map(lambda leaf: leaf[piece.offset : piece.offset + piece.count], stack)
+
+        def body(carry: Any, xs: Any) -> tuple[Any, Any]:
+            return self.body(carry, *xs)
+
+        if self.remat == "layer":
+            body = jax.checkpoint(body, prevent_cse=False)
+        return jax.lax.scan(body, carry, (stack, scanned))
+
+
+def run_layers(
+    x: Array,
+    layers: PyTree,
+    run: Run,
+    *,
+    state: PyTree,
+    extra: PyTree,
+    key: Array | None,
+    hint: PyTree,
+    trainable_from: int,
+) -> tuple[Array, PyTree, PyTree, PyTree]:
+    """Runs all layers; returns (x, state, kept stacked over L, stats summed over L)."""
+    keys = None if key is None else jax.random.split(key, run.config.num_layers)
+    everything = (extra, keys, hint or {})
+    carry, kept, stats = (x, state), [], []
+    for piece in _pieces(layers, trainable_from):
+        last = piece.first + piece.count
+        scanned = jax.tree.map(lambda leaf, a=piece.first, b=last: leaf[a:b], everything)
+        step = run.frozen if piece.frozen else run.trained
+        carry, (kept_here, stats_here) = step(carry, piece, scanned)
+        kept.append(kept_here)
+        stats.append(jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), stats_here))
+    total = jax.tree.map(lambda *parts: sum(parts[1:], start=parts[0]), *stats)
+    joined = jax.tree.map(lambda *parts: parts[0] if len(parts) == 1 else jnp.concatenate(parts), *kept)
+    return carry[0], carry[1], joined, total
