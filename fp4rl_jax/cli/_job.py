@@ -67,18 +67,6 @@ def model_shape(config: Config) -> models.ModelConfig:
     return config.model.shape if config.model.path is None else interchange.load_config(config.model.path)
 
 
-def precisions(
-    config: Config, model: models.ModelConfig, both: Sides
-) -> dict[str, dict[str, precision.SitePrecision]]:
-    """How each side executes each site: the trainer on a step's tokens, the rollout on its sequences."""
-    rows = config.loop.num_prompts * config.loop.group_size
-    tokens = rows * (config.rollout.prompt_width + config.rollout.max_new_tokens)
-    return {
-        "trainer": precision.site_precisions(model, both.trainer, num_rows=tokens),
-        "rollout": precision.site_precisions(model, both.rollout, num_rows=rows),
-    }
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Builder:
     """Builds a run's parts from its configuration; the fields are what they share.
@@ -212,7 +200,7 @@ class Builder:
         both = {"trainer": self.sides.trainer, "rollout": self.sides.rollout}
         return build_manifest(
             seed=self.config.run.seed,
-            implementations=precision.implementations(precisions(self.config, self.model, self.sides)),
+            implementations=precision.implementations(both),
             numerics={name: {"dtype": side.dtype, "order": side.order} for name, side in both.items()},
             start_step=start,
         )

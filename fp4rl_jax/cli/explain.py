@@ -41,17 +41,11 @@ def explain(config: "Config") -> str:
 
     model = _job.model_shape(config)
     sides = _job.sides(config, model)
-    rows = config.loop.num_prompts * config.loop.group_size
-    tokens = rows * (config.rollout.prompt_width + config.rollout.max_new_tokens)
-    trainer = precision.site_precisions(model, sides.trainer, num_rows=tokens)
-    rollout = precision.site_precisions(model, sides.rollout, num_rows=rows)
     ours, theirs = (precision.unquantized(model, side) for side in (sides.trainer, sides.rollout))
     parts = {
         f"Model: {models.num_parameters(model):,} parameters, {model.family}, {model.num_layers} layers": "",
-        "Sites (rows: the trainer's tokens of a step, the rollout's sequences of a decode step)": (
-            precision.table(trainer, rollout)
-        ),
-        "Implementations, and why not one before them": precision.reasons(trainer, rollout),
+        "Sites": precision.table(sides.trainer, sides.rollout),
+        "Implementations, and why not one before them": precision.reasons(sides.trainer, sides.rollout),
         "Left unquantized by the trainer": "\n".join(ours),
         "Left unquantized by the rollout": "\n".join(theirs),
         "Difference": precision.difference(ours, theirs),

@@ -40,11 +40,6 @@ def select_matmul(facts: Facts) -> Choice:
     return pallas_kernels.matmul.select(facts)
 
 
-def select_grouped_matmul(facts: Facts) -> Choice:
-    """The grouped matmul implementation that these facts lead to, with the reasons."""
-    return pallas_kernels.grouped_matmul.select(facts)
-
-
 def select_grouped(facts: Facts) -> Choice:
     """The grouped-matmul implementation that these facts lead to, with the reasons."""
     return pallas_kernels.grouped_matmul.select(facts)

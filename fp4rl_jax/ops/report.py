@@ -82,4 +82,9 @@ def _precision(quantized: list[Quantizer], choice: kernels.Choice, same_dtype: b
 
 
 def _format(quantizer: Quantizer | None, otherwise: str) -> str:
-    return otherwise if quantizer is None else quantizer.fmt.name
+    """`nvfp4(outer=row)`: the format's name and every option that is not its default."""
+    if quantizer is None:
+        return otherwise
+    values = {f.name: (getattr(quantizer.fmt, f.name), f.default) for f in dataclasses.fields(quantizer.fmt)}
+    options = [f"{name}={value}" for name, (value, default) in values.items() if value != default]
+    return quantizer.fmt.name + (f"({', '.join(options)})" if options else "")
