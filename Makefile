@@ -2,7 +2,7 @@
 # PYTHON=/path/to/python chooses the interpreter that a new .venv is made with.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-tasks demo test test-all compare lint clean
+.PHONY: help venv venv-tasks smollm2 demo test test-all compare lint clean
 
 BIN := .venv/bin
 export PYTHON
@@ -22,13 +22,14 @@ demo: venv      ## show what the project does, on two CPU cores
 test: venv      ## the tests of every mechanism, in minutes, without a network
 	$(BIN)/pytest -m "not slow and not gpu" $(PYTEST_ARGS)
 
-test-all: venv-tasks models/smollm2  ## every test that needs no GPU; fetches SmolLM2-135M once
+test-all: venv-tasks smollm2  ## every test that needs no GPU; fetches SmolLM2-135M once
 	$(BIN)/pytest -m "not gpu" $(PYTEST_ARGS)
 
-models/smollm2: | venv
-	$(BIN)/fp4rl fetch smollm2
+# Fetches once and checks the SHA-256 every time, so an interrupted download is noticed.
+smollm2: venv
+	@$(BIN)/fp4rl fetch smollm2
 
-compare: venv models/smollm2  ## train the five recipes side by side, into docs/RESULTS.md
+compare: venv smollm2  ## train the five recipes side by side, into docs/RESULTS.md
 	$(BIN)/python benchmarks/compare_recipes.py
 
 lint: venv      ## ruff (format and rules), pyright, import ranks
