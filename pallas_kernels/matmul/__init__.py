@@ -10,19 +10,19 @@ from pallas_kernels.matmul import reference, rows, xla
 
 Array = jax.Array
 
-CPU = "x86-64 CPU"
+CPU, H200 = "x86-64 CPU", "NVIDIA H200"
 FP8 = xla.FP8
 
 #: The written order of `impl="auto"`; the reference is last and never refuses.
 IMPLS = (
-    Impl(name="xla_fp8", run=xla.dense, refuses=xla.refuses_fp8, native=True),
-    Impl(name="xla", run=xla.dense, refuses=xla.refuses_dense, verified_on=(CPU,)),
+    Impl(name="xla_fp8", run=xla.fp8, refuses=xla.refuses_fp8, native=True, verified_on=(H200,)),
+    Impl(name="xla", run=xla.dense, refuses=xla.refuses_dense, verified_on=(CPU, H200)),
     Impl(name="rows", run=rows.matmul, refuses=rows.refuses, verified_on=(CPU,)),
     Impl(
         name="reference",
         run=reference.matmul,
         refuses=lambda _: None,
-        verified_on=(CPU,),
+        verified_on=(CPU, H200),
     ),
 )
 

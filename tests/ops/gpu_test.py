@@ -57,27 +57,47 @@ def test_rounding_is_not_skipped_inside_a_program(rng: np.random.Generator) -> N
     np.testing.assert_array_equal(np.asarray(wide), np.asarray(wide.astype(jnp.bfloat16).astype(jnp.float32)))
 
 
-def test_float8_operands_run_natively(rng: np.random.Generator) -> None:
-    """One cuBLAS FP8 matmul; its accumulator is declared to hold 13 bits below the largest product."""
+FP8 = Quantizer(formats.make("fp8_e4m3"))
+
+
+def test_float8_sites_run_natively(rng: np.random.Generator) -> None:
+    """FP8 goes to the tensor cores as it is; the accumulator holds 13 bits below the magnitudes."""
     machine = machines.current()
     if machine.capability is None or machine.capability < (8, 9):
         pytest.skip(f"no FP8 tensor cores at compute capability {machine.capability}")
-    x, w = (jnp.asarray(rng.normal(size=(n, 576)) * 8, jnp.float8_e4m3fn) for n in (64, 960))
+    spec = ops.MatmulSpec(weight=FP8, act=FP8)
+    x, w = inputs(rng, jnp.bfloat16)
+    q = ops.quantize_weight(w, FP8)
+    prepared = ops.prepare(q)
+    assert prepared.operand.dtype == jnp.float8_e4m3fn
+
+    def call(x, w):
+        return ops.matmul(x, w, spec, out_dtype=jnp.float32)
+
+    by_array, by_operand = (np.asarray(jax.jit(call)(x, v)) for v in (w, prepared))
+    np.testing.assert_array_equal(by_array, by_operand)
+    x_q, w_q = (np.asarray(v.dequantize(), np.float64) for v in (FP8.quantize(x), q))
+    assert np.all(np.abs(by_array - x_q @ w_q.T) <= 2.0**-13 * (np.abs(x_q) @ np.abs(w_q).T))
+
+
+@pytest.mark.parametrize("shape", [(64, 960, 576), (1024, 2048, 4096)])
+def test_the_float8_dot_is_not_widened(shape: tuple[int, int, int]) -> None:
+    """The compiled program multiplies float8 operands: through cuBLAS, or in a fused dot."""
+    m, n, k = shape
     facts = Facts(
         platform="gpu",
-        capability=machine.capability,
-        m=64,
-        n=960,
-        k=576,
+        capability=machines.current().capability,
+        m=m,
+        n=n,
+        k=k,
         x_dtype=matmul.FP8,
         w_dtype=matmul.FP8,
     )
+    x, w = (jax.ShapeDtypeStruct((rows, k), jnp.float8_e4m3fn) for rows in (m, n))
     run = jax.jit(lambda x, w: matmul.matmul(x, w, facts=facts, impl="xla_fp8"))
     text = run.lower(x, w).compile().as_text() or ""
-    assert "f8" in text and "custom-call" in text, text[:2000]
-    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
-    magnitude = np.abs(np.asarray(x, np.float64)) @ np.abs(np.asarray(w, np.float64)).T
-    assert np.all(np.abs(np.asarray(run(x, w), np.float64) - exact) <= 2.0**-13 * magnitude)
+    lines = [line.strip() for line in text.splitlines() if " dot(" in line or " convert(" in line]
+    assert "__cublas$lt$matmul$f8" in text or (" dot(" in text and " convert(" not in text), lines
 
 
 def test_attention_and_norm_in_float32(rng: np.random.Generator) -> None:

@@ -13,6 +13,7 @@ H200 = Machine(platform="gpu", device_kind="NVIDIA H200", capability=(9, 0), nar
 NVFP4 = ops.MatmulSpec(
     weight=Quantizer(formats.make("nvfp4")), act=Quantizer(formats.make("nvfp4", outer="row"))
 )
+FP8 = ops.MatmulSpec(weight=Quantizer(formats.make("fp8_e4m3")), act=Quantizer(formats.make("fp8_e4m3")))
 BLOCKS = ops.MatmulSpec(weight=Quantizer(formats.make("fp8_e4m3", block_size=128)))
 
 
@@ -31,6 +32,8 @@ def one(spec: ops.MatmulSpec, machine: Machine, *, order="free", dtype="bfloat16
         (ops.HIGH_PRECISION, H200, ("native", "bfloat16", "xla")),
         (ops.HIGH_PRECISION, CPU, ("emulated-exact", "float32", "xla")),
         (BLOCKS, H200, ("reference", "float32", "xla")),
+        (FP8, H200, ("native", "float8_e4m3fn", "xla_fp8")),
+        (FP8, CPU, ("emulated-exact", "float32", "xla")),
     ],
 )
 def test_precision_dtype_and_implementation(spec, machine, expected) -> None:
