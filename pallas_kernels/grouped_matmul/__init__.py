@@ -4,30 +4,30 @@ import jax
 
 from pallas_kernels.dispatch import Choice, Facts, Impl, choose
 from pallas_kernels.grouped_matmul import reference, rows, xla
-from pallas_kernels.matmul import CPU
+from pallas_kernels.matmul import CPU, H200
 
 Array = jax.Array
 
 #: The written order of `grouped_matmul`; the reference is last and never refuses.
 IMPLS = (
-    Impl(name="xla", run=xla.grouped_matmul, refuses=xla.refuses, verified_on=(CPU,)),
+    Impl(name="xla", run=xla.grouped_matmul, refuses=xla.refuses, verified_on=(CPU, H200)),
     Impl(name="rows", run=rows.grouped_matmul, refuses=rows.refuses, verified_on=(CPU,)),
     Impl(
         name="reference",
         run=reference.grouped_matmul,
         refuses=lambda _: None,
-        verified_on=(CPU,),
+        verified_on=(CPU, H200),
     ),
 )
 
 #: The written order of `grouped_outer`, the weight gradient.
 OUTER_IMPLS = (
-    Impl(name="xla", run=xla.grouped_outer, refuses=xla.refuses, verified_on=(CPU,)),
+    Impl(name="xla", run=xla.grouped_outer, refuses=xla.refuses, verified_on=(CPU, H200)),
     Impl(
         name="reference",
         run=reference.grouped_outer,
         refuses=lambda _: None,
-        verified_on=(CPU,),
+        verified_on=(CPU, H200),
     ),
 )
 
