@@ -32,13 +32,15 @@ def quant_stats(x: Array, q: QTensor, *, mask: Array | None = None) -> dict[str,
     magnitude = jnp.abs(x.astype(jnp.float32))
     nonzero = (magnitude > 0) & counted
     code_magnitude = q.codes() & ((1 << (q.fmt.code_bits - 1)) - 1)
-    top = lax.bitcast_convert_type(q.fmt.largest(q.scales, q.outer_scale), jnp.float32)
-    limit = jnp.repeat(top, q.fmt.block or x.shape[-1], axis=-1)[..., : x.shape[-1]]
-    live = jnp.any(_blocks(nonzero, top.shape[-1]), axis=-1)  # [..., blocks]
+    outside = counted & ~q.fmt.within(x, q.scales, q.outer_scale)
+    dead = lax.bitcast_convert_type(q.fmt.block_scale(q.scales), jnp.int32) == 0  # [..., blocks]
+    live = jnp.any(_blocks(nonzero, dead.shape[-1]), axis=-1)
+    share = q.fmt.block if q.fmt.block and dead.shape[-1] > 1 else x.shape[-1]
+    saturated = outside & ~jnp.repeat(dead, share, axis=-1)[..., : x.shape[-1]]
     return {
         "underflow": _share(nonzero & (code_magnitude == 0), nonzero),
-        "saturation": _share(counted & (magnitude > limit) & (limit > 0), counted),
-        "zero_scale": _share(live & (top == 0), live),
+        "saturation": _share(saturated, counted),
+        "zero_scale": _share(live & dead, live),
     }
 
 
