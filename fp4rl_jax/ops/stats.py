@@ -29,26 +29,24 @@ def quant_stats(x: Array, q: QTensor, *, mask: Array | None = None) -> dict[str,
         raise ValueError(f"q of shape {q.shape} and axis {q.axis} does not describe x {x.shape}")
     rows = jnp.ones(x.shape[:-1], bool) if mask is None else jnp.broadcast_to(mask, x.shape[:-1])
     counted = jnp.broadcast_to(rows[..., None], x.shape)
-    magnitude = jnp.abs(x.astype(jnp.float32))
-    nonzero = (magnitude > 0) & counted
+    nonzero = (x != 0) & counted
     code_magnitude = q.codes() & ((1 << (q.fmt.code_bits - 1)) - 1)
-    outside = counted & ~q.fmt.within(x, q.scales, q.outer_scale)
-    dead = lax.bitcast_convert_type(q.fmt.block_scale(q.scales), jnp.int32) == 0  # [..., blocks]
-    live = jnp.any(_blocks(nonzero, dead.shape[-1]), axis=-1)
-    share = q.fmt.block if q.fmt.block and dead.shape[-1] > 1 else x.shape[-1]
-    saturated = outside & ~jnp.repeat(dead, share, axis=-1)[..., : x.shape[-1]]
+    scale_bits = lax.bitcast_convert_type(q.fmt.block_scale(q.scales), jnp.int32)
+    dead = jnp.broadcast_to(scale_bits == 0, (*x.shape[:-1], scale_bits.shape[-1]))  # [..., blocks]
+    in_dead = jnp.repeat(dead, q.fmt.block or x.shape[-1], axis=-1)[..., : x.shape[-1]]
+    beyond = ~q.fmt.within(x, q.scales, q.outer_scale) & ~in_dead
+    live = jnp.any(_blocks(nonzero, dead.shape[-1], q.fmt.block or x.shape[-1]), axis=-1)
     return {
         "underflow": _share(nonzero & (code_magnitude == 0), nonzero),
-        "saturation": _share(saturated, counted),
+        "saturation": _share(counted & beyond, counted),
         "zero_scale": _share(live & dead, live),
     }
 
 
-def _blocks(x: Array, count: int) -> Array:
+def _blocks(x: Array, count: int, block: int) -> Array:
     """[..., K] bool -> [..., count, block], padded with False."""
-    missing = -x.shape[-1] % count
-    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
-    return x.reshape(*x.shape[:-1], count, -1)
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, count * block - x.shape[-1])])
+    return x.reshape(*x.shape[:-1], count, block)
 
 
 def _share(hits: Array, among: Array) -> Sums:

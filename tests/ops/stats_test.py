@@ -38,6 +38,12 @@ def test_masked_rows_and_empty_blocks_are_not_counted() -> None:
     assert found == {"underflow": (1, 2), "saturation": (0, 32), "zero_scale": (0, 1)}
 
 
+def test_the_last_short_block_is_its_own() -> None:
+    """20 values: a block of 16 and one of 4. Only the short one is far below the tensor."""
+    x = jnp.asarray([row(6.0) + [6.0 * 2.0**-20, 0.0, 0.0, 0.0]], jnp.float32)
+    assert shares(x, quantize(x, "nvfp4"))["zero_scale"] == (1, 2)
+
+
 def test_ragged_rows_and_fp8() -> None:
     x = jnp.asarray(np.linspace(-3, 3, 21)[None], jnp.float32)
     for fmt in ("nvfp4", "mxfp4", "fp8_e4m3"):
