@@ -38,9 +38,10 @@ def encode(
     block = fmt.block or max(moved.shape[-1], 1)
     padded = pad_last(moved, -(-moved.shape[-1] // block) * block)
     shape = (*padded.shape[:-1], padded.shape[-1] // block, block)
-    round_with = rounding.prepare(shape, fmt, key, hint)
     if rounding.borrows_scales and hint is not None:
         _check_hint(hint, fmt, axis, moved.shape)
+    round_with = rounding.prepare(shape, fmt, key, hint)
+    if rounding.borrows_scales and hint is not None:
         codes = fmt.encode(padded, hint.scales, hint.outer_scale, rounding=round_with)
         return Encoded(codes, hint.scales, hint.outer_scale)
     amax = share_rows(_bits.block_amax(padded.reshape(shape)), fmt.block_rows, "max")

@@ -30,7 +30,7 @@ def test_it_is_odd(x):
 
 
 @few
-@hypothesis.given(x=ARRAYS, k=st.integers(-20, 20))
+@hypothesis.given(x=ARRAYS, k=st.integers(-20, 5))
 def test_it_commutes_with_powers_of_two(x, k):
     for fmt in FORMATS:
         np.testing.assert_array_equal(value(np.ldexp(x, k), fmt), np.ldexp(value(x, fmt), k))
