@@ -33,9 +33,10 @@ def quant_stats(x: Array, q: QTensor, *, mask: Array | None = None) -> dict[str,
     code_magnitude = q.codes() & ((1 << (q.fmt.code_bits - 1)) - 1)
     scale_bits = lax.bitcast_convert_type(q.fmt.block_scale(q.scales), jnp.int32)
     dead = jnp.broadcast_to(scale_bits == 0, (*x.shape[:-1], scale_bits.shape[-1]))  # [..., blocks]
-    in_dead = jnp.repeat(dead, q.fmt.block or x.shape[-1], axis=-1)[..., : x.shape[-1]]
+    block = (q.fmt.block if q.fmt.scale_width else None) or x.shape[-1]  # FP8 has no scale bytes
+    in_dead = jnp.repeat(dead, block, axis=-1)[..., : x.shape[-1]]
     beyond = ~q.fmt.within(x, q.scales, q.outer_scale) & ~in_dead
-    live = jnp.any(_blocks(nonzero, dead.shape[-1], q.fmt.block or x.shape[-1]), axis=-1)
+    live = jnp.any(_blocks(nonzero, dead.shape[-1], block), axis=-1)
     return {
         "underflow": _share(nonzero & (code_magnitude == 0), nonzero),
         "saturation": _share(counted & beyond, counted),

@@ -50,6 +50,8 @@ def test_ragged_rows_and_fp8() -> None:
         found = shares(x, quantize(x, fmt))
         assert found["saturation"][1] == 21
         assert found["underflow"][1] == 20  # the middle one is zero
+    wide = jnp.linspace(-3, 3, 301)[None]
+    assert shares(wide, quantize(wide, "fp8_e4m3", block_size=128))["zero_scale"] == (0, 1)
 
 
 def test_another_arrays_qtensor_is_refused() -> None:
