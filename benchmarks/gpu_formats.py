@@ -216,17 +216,10 @@ def _codes_differ(q: fp4rl_jax.QTensor, theirs: np.ndarray) -> int:
     return int((np.where(ours == 8, 0, ours) != np.where(theirs == 8, 0, theirs)).sum())
 
 
-def check(name: str, modes: Sequence[Format], x: np.ndarray) -> dict[str, int]:
-    """All checks of one format: differences by way of compiling, summed over its modes."""
-    total = {"other roundings, jit": check_roundings(formats.make(name), x)}
-    done = 0
-    for chunk in chunks(modes):
-        start = time.monotonic()
-        for way, count in check_chunk(chunk, x).items():
-            total[way] = total.get(way, 0) + count
-        done += len(chunk)
-        print(f"{name} {done}/{len(modes)} {total} {time.monotonic() - start:.0f} s", flush=True)
-    return total
+def ordered_modes(name: str, quick: bool) -> tuple[Format, ...]:
+    """One option at a time first, so that a run cut short has covered each; then all combinations."""
+    first = formats.variations(name)
+    return first if quick else (*first, *(m for m in formats.modes(name) if m not in first))
 
 
 def verdict(record: dict) -> str:
@@ -262,11 +255,17 @@ def main() -> int:
     print(json.dumps(record, indent=1), flush=True)
     x = inputs()
     for name in formats.names():
-        modes = formats.variations(name) if arguments.quick else formats.modes(name)
-        record["modes"][name] = [str(fmt) for fmt in modes]
-        record["differences from the CPU"][name] = check(name, modes, x)
-        record["verdict"] = verdict(record)
-        arguments.output.write_text(json.dumps(record, indent=1) + "\n")
+        total = {"other roundings, jit": check_roundings(formats.make(name), x)}
+        record["differences from the CPU"][name] = total
+        done = record["modes"][name] = []
+        for chunk in chunks(ordered_modes(name, arguments.quick)):
+            start = time.monotonic()
+            for way, count in check_chunk(chunk, x).items():
+                total[way] = total.get(way, 0) + count
+            done += [str(fmt) for fmt in chunk]
+            record["verdict"] = verdict(record)
+            arguments.output.write_text(json.dumps(record, indent=1) + "\n")
+            print(f"{name}: {len(done)} modes {total} {time.monotonic() - start:.0f} s", flush=True)
     print(record["verdict"])
     return 0 if record["verdict"] == "equal" else 1
 

@@ -14,7 +14,6 @@ from fp4rl_jax.quantizers.rounding import Hint, Rounding
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
-@partial(jax.jit, static_argnums=(4, 5, 6, 7, 8))
 def fake_quantize(
     x: Array,
     key: Array | None,
@@ -27,23 +26,33 @@ def fake_quantize(
     axis_name: AxisName,
 ) -> Array:
     """`dequantize(quantize(x))` in x's dtype; the arguments are `Quantizer`'s."""
+    return _round_trip(x, key, hint, outer_scale, fmt, rounding, "identity", axis, axis_name)[0]
+
+
+@partial(jax.jit, static_argnums=(4, 5, 6, 7, 8))
+def _round_trip(
+    x: Array,
+    key: Array | None,
+    hint: Hint | None,
+    outer_scale: Array | None,
+    fmt: Format,
+    rounding: Rounding,
+    ste: str,
+    axis: int,
+    axis_name: AxisName,
+) -> tuple[Array, Array | None]:
+    """The values, and where the gradient passes: None for everywhere."""
     encoded = encode(
         x, fmt, rounding, axis=axis, key=key, hint=hint, outer_scale=outer_scale, axis_name=axis_name
     )
-    return _values(x, encoded, fmt, axis)
-
-
-def _values(x: Array, encoded: Encoded, fmt: Format, axis: int) -> Array:
     value = fmt.decode(encoded.codes, encoded.scales, encoded.outer_scale, x.dtype)
-    return jnp.moveaxis(value[..., : x.shape[axis]], -1, axis)
+    passes = None if ste == "identity" else _inside(x, encoded, fmt, axis)
+    return jnp.moveaxis(value[..., : x.shape[axis]], -1, axis), passes
 
 
 def _forward(x, key, hint, outer_scale, fmt, rounding, ste, axis, axis_name):
-    encoded = encode(
-        x, fmt, rounding, axis=axis, key=key, hint=hint, outer_scale=outer_scale, axis_name=axis_name
-    )
-    passes = None if ste == "identity" else _inside(x, encoded, fmt, axis)
-    return _values(x, encoded, fmt, axis), (passes, key, hint, outer_scale)
+    value, passes = _round_trip(x, key, hint, outer_scale, fmt, rounding, ste, axis, axis_name)
+    return value, (passes, key, hint, outer_scale)
 
 
 def _backward(fmt, rounding, ste, axis, axis_name, saved, dy):

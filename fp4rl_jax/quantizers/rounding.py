@@ -12,7 +12,7 @@ from flax import struct
 
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.formats import Bracket, Format, to_nearest
-from fp4rl_jax.formats._base import RoundingFn
+from fp4rl_jax.formats._base import RoundingFn, once
 from fp4rl_jax.qtensor import QTensor
 
 
@@ -114,7 +114,7 @@ class Stochastic:
         del fmt, hint
         if key is None:
             raise ValueError("stochastic rounding needs key=, a PRNG key, and got None")
-        random_bits = jax.random.bits(key, shape, jnp.uint32)
+        random_bits = once(jax.random.bits(key, shape, jnp.uint32))
         return lambda bracket, negative: bracket.random(random_bits, self.bits)
 
 

@@ -19,6 +19,7 @@ from fp4rl_jax.quantizers import Quantizer, compact
 
 MODES = [mode for name in formats.names() for mode in formats.variations(name)]
 SHAPE = (32, 256)
+slow = pytest.mark.slow  # three of its kind would take the time of ten others
 each_mode = pytest.mark.parametrize("fmt", MODES, ids=str)
 each_format = pytest.mark.parametrize("fmt", [formats.make(n) for n in formats.names()], ids=lambda f: f.name)
 
@@ -108,16 +109,21 @@ def test_sizes_are_exact(fmt):
 
 
 @each_mode
-def test_jit_eager_scan_and_vmap_give_the_same_bytes(fmt):
+def test_jit_eager_and_vmap_give_the_same_bytes(fmt):
     x = jnp.asarray(draw())
     with jax.disable_jit():
         eager = quantized(fmt, x)
     assert same(quantized(fmt, x), eager), "a quantizer is compiled when it is called"
     assert same(quantized(fmt, x.astype(jnp.bfloat16)), eager)
-    stack = jnp.stack([x, -2 * x, jnp.flip(x)])
-    mapped = jax.vmap(lambda x: quantized(fmt, x))(stack)
+    mapped = jax.vmap(lambda x: quantized(fmt, x))(jnp.stack([x, jnp.flip(x)]))
+    assert same(jax.tree.map(lambda leaf: leaf[0], mapped), eager)
+    assert same(jax.tree.map(lambda leaf: leaf[1], mapped), quantized(fmt, jnp.flip(x)))
+
+
+@each_format
+def test_scan_gives_the_same_bytes(fmt):
+    stack = jnp.stack([jnp.asarray(draw()), -2 * jnp.asarray(draw(1))])
     _, scanned = jax.lax.scan(lambda _, x: (None, quantized(fmt, x)), None, stack)
-    assert same(mapped, scanned)
     for i, one in enumerate(stack):
         assert same(jax.tree.map(lambda leaf, i=i: leaf[i], scanned), quantized(fmt, one))
 
@@ -207,7 +213,7 @@ def test_guidance_reproduces_the_rollout_where_it_can(fmt):
 
 @each_format
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("devices", [pytest.param(2, marks=slow), pytest.param(4, marks=slow), 8])
 def test_a_shard_gives_the_bytes_of_the_whole(fmt, axis, devices):
     x = jnp.asarray(np.resize(draw(), (32, 1024)))
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("d",))

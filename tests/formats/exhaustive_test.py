@@ -1,5 +1,8 @@
 """Every code, every scale byte, every rounding midpoint and its two float neighbours."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -9,6 +12,8 @@ from fp4rl_jax import formats
 from fp4rl_jax.formats import _bits, _e4m3
 from tests.formats import oracle
 
+encode = functools.cache(lambda fmt: jax.jit(fmt.encode))
+decode = functools.cache(lambda fmt: jax.jit(fmt.decode))
 BF16 = np.arange(0x7F80, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)  # all finite >= 0
 
 
@@ -38,7 +43,7 @@ def test_every_bfloat16_rounds_to_e2m1_as_ml_dtypes_has_it():
     x = np.pad(BF16, (0, -len(BF16) % 32))
     scales = jnp.full(len(x) // 32, 127, jnp.uint8)  # 2^0
     theirs = x.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
-    np.testing.assert_array_equal(np.asarray(fmt.encode(jnp.asarray(x), scales)), theirs)
+    np.testing.assert_array_equal(np.asarray(encode(fmt)(jnp.asarray(x), scales)), theirs)
 
 
 @pytest.mark.parametrize("divisor", [4, 6])
@@ -63,10 +68,10 @@ def test_nvfp4_inverts_every_code_under_every_scale_byte(outer):
     codes = jnp.arange(16, dtype=jnp.uint8)
     scales = jnp.arange(1, 127, dtype=jnp.uint8)[:, None]
     given = None if outer is None else jnp.float32(outer)
-    again = fmt.encode(fmt.decode(codes, scales, given), scales, given)
+    again = encode(fmt)(decode(fmt)(codes, scales, given), scales, given)
     expected = np.where(np.arange(16) == 8, 8, np.arange(16))
     np.testing.assert_array_equal(np.asarray(again), np.broadcast_to(expected, (126, 16)))
-    values = np.asarray(fmt.decode(codes, scales, given))
+    values = np.asarray(decode(fmt)(codes, scales, given))
     exact = oracle.E2M1 * oracle.E4M3[1:, None] * (outer or 1.0)
     np.testing.assert_array_equal(values[:, :8], exact)
     np.testing.assert_array_equal(values[:, 8:], -exact)
@@ -85,7 +90,7 @@ def test_nvfp4_midpoints_go_to_even_under_every_scale_byte(outer):
     scales = jnp.repeat(jnp.arange(1, 127, dtype=jnp.uint8)[:, None], 2, axis=1)
     given = None if outer is None else jnp.float32(outer)
     for sign, bit in ((1, 0), (-1, 8)):
-        codes = np.asarray(fmt.encode(sign * flat, scales, given))
+        codes = np.asarray(encode(fmt)(sign * flat, scales, given))
         wanted = expected.reshape(-1) + np.where(flat[0] == 0, 0, bit)
         np.testing.assert_array_equal(codes, np.broadcast_to(wanted, codes.shape))
 
@@ -95,16 +100,18 @@ def test_mxfp4_inverts_every_code_and_midpoint_under_every_scale_byte():
     x, expected = midpoints(oracle.E2M1, ties="even")
     points = np.concatenate([oracle.E2M1, x.reshape(-1)])
     wanted = np.concatenate([np.arange(8), expected.reshape(-1)])
-    for byte in range(255):
-        scaled = np.ldexp(points.astype(np.float64), byte - 127)
-        as_float = np.minimum(scaled, 2.0**127).astype(np.float32)
-        held = (as_float.astype(np.float64) == scaled) & np.isfinite(as_float)
-        codes = fmt.encode(jnp.asarray(np.where(held, as_float, 0)), jnp.array([byte], jnp.uint8))
-        np.testing.assert_array_equal(np.asarray(codes)[held], wanted[held], err_msg=f"{byte=}")
-        if byte < 125:
-            value = np.asarray(fmt.decode(jnp.arange(8, dtype=jnp.uint8), jnp.array([byte], jnp.uint8)))
-            np.testing.assert_array_equal(value.astype(np.float64), np.ldexp(oracle.E2M1, byte - 127))
-    assert np.isnan(np.asarray(fmt.decode(jnp.arange(8, dtype=jnp.uint8), jnp.array([255], jnp.uint8)))).all()
+    bytes_ = np.arange(255)[:, None]
+    scaled = np.ldexp(points, bytes_ - 127)
+    as_float = np.minimum(scaled, 2.0**127).astype(np.float32)
+    held = as_float.astype(np.float64) == scaled
+    assert held.mean() > 0.98, "all but subnormal neighbours of midpoints and the top binades"
+    codes = encode(fmt)(jnp.asarray(np.where(held, as_float, 0)), jnp.asarray(bytes_, jnp.uint8))
+    np.testing.assert_array_equal(np.asarray(codes)[held], np.broadcast_to(wanted, held.shape)[held])
+    values = np.asarray(
+        decode(fmt)(jnp.arange(8, dtype=jnp.uint8), jnp.arange(256, dtype=jnp.uint8)[:, None])
+    )
+    np.testing.assert_array_equal(values[:252].astype(np.float64), np.ldexp(oracle.E2M1, bytes_[:252] - 127))
+    assert np.isnan(values[255]).all() and np.isinf(values[254, 2:]).all()
 
 
 def hif4_scales() -> tuple[np.ndarray, np.ndarray]:
@@ -122,10 +129,10 @@ def test_hif4_inverts_every_code_under_every_scale():
     fmt = formats.make("hif4")
     scales, scale = hif4_scales()
     codes = jnp.arange(16, dtype=jnp.uint8)
-    values = np.asarray(fmt.decode(codes, jnp.asarray(scales)))
+    values = np.asarray(decode(fmt)(codes, jnp.asarray(scales)))
     np.testing.assert_array_equal(values[:, :8], oracle.S1P2 * scale[:, None])
     np.testing.assert_array_equal(values[:, 8:], -oracle.S1P2 * scale[:, None])
-    again = np.asarray(fmt.encode(jnp.asarray(values), jnp.asarray(scales)))
+    again = np.asarray(encode(fmt)(jnp.asarray(values), jnp.asarray(scales)))
     np.testing.assert_array_equal(again[:, 1:8], np.broadcast_to(np.arange(1, 8), (765, 7)))
     np.testing.assert_array_equal(again[:, 9:], np.broadcast_to(np.arange(9, 16), (765, 7)))
     assert not (again[:, [0, 8]] & 7).any()
@@ -144,7 +151,7 @@ def test_hif4_rounds_half_away_through_its_bfloat16_reciprocal():
     exact = x.astype(np.float64) * np.ldexp(reciprocal[byte & 3], 48 - (byte >> 2) - levels)[:, None, None]
     expected = np.minimum(np.floor(exact * 4 + 0.5), 7).reshape(len(x), -1)
     assert (exact[..., 2] * 8 % 2 == 1).sum() > 700, "true ties are among them"
-    codes = np.asarray(fmt.encode(jnp.asarray(x.reshape(len(x), -1)), jnp.asarray(scales)))
+    codes = np.asarray(encode(fmt)(jnp.asarray(x.reshape(len(x), -1)), jnp.asarray(scales)))
     np.testing.assert_array_equal(codes, expected)
 
 
@@ -153,11 +160,11 @@ def test_fp8_inverts_every_code_and_rounds_ties_to_even():
     none = jnp.zeros((0,), jnp.uint8)
     codes = jnp.array([c for c in range(256) if c & 127 != 127], jnp.uint8)
     for scale in (1.0, 2.0**-100, 0.3, 1e30):
-        value = fmt.decode(codes, none, jnp.full((1,), scale, jnp.float32))
-        again = np.asarray(fmt.encode(value, none, jnp.full((1,), scale, jnp.float32)))
+        value = decode(fmt)(codes, none, jnp.full((1,), scale, jnp.float32))
+        again = np.asarray(encode(fmt)(value, none, jnp.full((1,), scale, jnp.float32)))
         np.testing.assert_array_equal(again, np.asarray(codes))
     x, expected = midpoints(oracle.E4M3, ties="even")
-    codes = fmt.encode(jnp.asarray(x.reshape(-1)), none, jnp.ones(1))
+    codes = encode(fmt)(jnp.asarray(x.reshape(-1)), none, jnp.ones(1))
     np.testing.assert_array_equal(np.asarray(codes), expected.reshape(-1))
 
 
@@ -167,7 +174,7 @@ def test_hif4_exact_vector():
     b = jnp.asarray((np.arange(64) - 31.5) / 8, jnp.float32)
     scales = fmt.choose_scales(b, _bits.block_amax(b)[None], None)
     assert int(scales[0]) == 188
-    value = np.asarray(fmt.decode(fmt.encode(b, scales), scales))
+    value = np.asarray(decode(fmt)(encode(fmt)(b, scales), scales))
     np.testing.assert_array_equal(value[:14], [-3.5] * 6 + [-3.0] * 4 + [-2.5] * 4)
     assert np.mean((value - np.asarray(b)) ** 2) == 0.0205078125
 
@@ -178,4 +185,4 @@ def test_mxfp4_exact_vector():
     for rule, value in (("floor", 6.0), ("rceil", 8.0)):
         fmt = formats.make("mxfp4", scale_rule=rule)
         scales = fmt.choose_scales(x, _bits.block_amax(x)[None], None)
-        assert float(fmt.decode(fmt.encode(x, scales), scales)[0]) == value
+        assert float(decode(fmt)(encode(fmt)(x, scales), scales)[0]) == value

@@ -14,13 +14,22 @@ from fp4rl_jax.quantizers import Quantizer
 KEY = jax.random.key(0)
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "hif4", "fp8_e4m3"])
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 3, 5)])
-def test_any_rank_and_axis_gives_what_moving_the_axis_gives(fmt, shape):
-    """The quantized axis, of 128 values, at every place of arrays of rank 1 to 4."""
+@pytest.mark.parametrize(
+    "fmt, shape, axes",
+    [
+        ("nvfp4", (), (-1, 0)),
+        ("nvfp4", (3,), (-2, -1, 0, 1)),
+        ("nvfp4", (2, 3, 5), (-4, -2, 1, 3)),
+        ("mxfp4", (2, 3), (1,)),
+        ("hif4", (2, 3), (0,)),
+        ("fp8_e4m3", (2, 3), (-2,)),
+    ],
+)
+def test_any_rank_and_axis_gives_what_moving_the_axis_gives(fmt, shape, axes):
+    """The quantized axis, of 128 values, at several places of arrays of rank 1 to 4."""
     last = jax.random.normal(KEY, (*shape, 128))
     wanted = fp4rl_jax.quantize(last, fmt).dequantize()
-    for axis in range(-len(shape) - 1, len(shape) + 1):
+    for axis in axes:
         x = jnp.moveaxis(last, -1, axis)
         q = fp4rl_jax.quantize(x, fmt, axis=axis)
         assert (q.shape, q.axis) == (x.shape, axis - x.ndim if axis >= 0 else axis)
@@ -29,7 +38,7 @@ def test_any_rank_and_axis_gives_what_moving_the_axis_gives(fmt, shape):
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "hif4", "fp8_e4m3"])
-@pytest.mark.parametrize("length", [1, 15, 70])
+@pytest.mark.parametrize("length", [1, 70])
 def test_a_ragged_last_block_is_padded_with_zeros(fmt, length):
     x = jax.random.normal(KEY, (4, length))
     q = fp4rl_jax.quantize(x, fmt)
