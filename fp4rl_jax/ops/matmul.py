@@ -39,7 +39,7 @@ from fp4rl_jax.ops.operands import (
 from fp4rl_jax.ops.rounding import settle
 from fp4rl_jax.ops.spec import HIGH_PRECISION, MatmulSpec, Order
 from fp4rl_jax.qtensor import QTensor
-from fp4rl_jax.quantizers import Quantizer
+from fp4rl_jax.quantizers import Nearest, Quantizer
 
 Operand = Array | QTensor | Prepared
 
@@ -174,9 +174,14 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 def quantized_along(
     quantizer: Quantizer | None, x: Array, *, key: Array | None = None
 ) -> tuple[Array | QTensor, bool]:
-    """x [R, S] quantized along its first axis, transposed to [S, R]; or x itself and False."""
+    """x [R, S] quantized along its first axis, transposed to [S, R]; or x itself and False.
+
+    Guidance describes blocks along the other axis, so a guided quantizer rounds to nearest here.
+    """
     if quantizer is None:
         return x, False
+    if quantizer.rounding.borrows_scales:
+        quantizer = dataclasses.replace(quantizer, rounding=Nearest())
     return over_stack(
         lambda part, k: quantizer.quantize(part, axis=-1, key=k), jnp.swapaxes(x, -1, -2), key
     ), True
@@ -184,21 +189,23 @@ def quantized_along(
 
 def dgrad_operands(spec: MatmulSpec, dy: Array, w: Array | Prepared, key: Array | None):
     """dy [M, N] and w for dx = dy @ w, and whether w came transposed (blocks along N)."""
-    dy_q = dy if spec.grad is None else spec.grad.quantize(dy, axis=-1, key=key)
+    dy_q = dy if spec.grad is None else spec.grad.quantize(dy, axis=-1, key=fold_key(key, 0))
     if isinstance(w, Prepared):
         return dy_q, fold_outer(w), False
     if spec.backward == "requantized" and spec.weight is not None:
-        return dy_q, *quantized_along(spec.weight, w)
+        return dy_q, *quantized_along(spec.weight, w, key=fold_key(key, 1))
     return dy_q, rounded(w, dy.dtype), False  # rounded as the forward product rounds it
 
 
 def wgrad_operands(spec: MatmulSpec, dy: Array, x: Array | Prepared, key: Array | None):
     """dy and x for dw = dy.T @ x, each with whether it came transposed (blocks along M)."""
-    dy_q = quantized_along(spec.grad, dy, key=key)
+    dy_q = quantized_along(spec.grad, dy, key=fold_key(key, 0))
     if isinstance(x, Prepared):
         return dy_q, (fold_outer(flatten(x)), False)
     x = x.reshape(-1, x.shape[-1])
-    return dy_q, quantized_along(spec.act if spec.backward == "requantized" else None, x)
+    return dy_q, quantized_along(
+        spec.act if spec.backward == "requantized" else None, x, key=fold_key(key, 1)
+    )
 
 
 def _dgrad(plan: Plan, dy: Array, w: Array | Prepared, key: Array | None) -> Array:

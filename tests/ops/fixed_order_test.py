@@ -1,5 +1,7 @@
 """Fixed order: a row's bits depend on the row alone, not on how many rows there are or which."""
 
+from collections.abc import Iterable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ W4A4 = ops.MatmulSpec(
 COUNTS = (1, 2, 7, 16, 17, 33, 69)
 
 
-def assert_rows_stand_alone(fn, x: jax.Array, counts=COUNTS) -> None:
+def assert_rows_stand_alone(fn, x: jax.Array, counts: Iterable[int] = COUNTS) -> None:
     """`fn` of the first and of the last m rows equals those rows of the whole, bit for bit."""
     whole = np.asarray(fn(x), np.float32)
     rows = x.shape[0]
@@ -26,8 +28,17 @@ def assert_rows_stand_alone(fn, x: jax.Array, counts=COUNTS) -> None:
         np.testing.assert_array_equal(tail, whole[rows - m :], err_msg=f"last {m}")
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("shape", [(960, 576), (576, 1536), (33, 48)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((960, 576), jnp.float32),
+        ((576, 1536), jnp.bfloat16),
+        ((33, 48), jnp.float32),
+        pytest.param((576, 1536), jnp.float32, marks=pytest.mark.slow),
+        pytest.param((960, 576), jnp.bfloat16, marks=pytest.mark.slow),
+        pytest.param((33, 48), jnp.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_matmul(shape: tuple[int, int], dtype, rng: np.random.Generator) -> None:
     n, k = shape
     x = jnp.asarray(rng.normal(size=(70, k)), dtype)
@@ -47,12 +58,33 @@ def test_eager_and_jit_agree(rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(np.asarray(fn(x)), np.asarray(jax.jit(fn)(x)))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("width", [576, 48])
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [
+        (576, jnp.float32),
+        (48, jnp.bfloat16),
+        pytest.param(48, jnp.float32, marks=pytest.mark.slow),
+        pytest.param(576, jnp.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_rms_norm(width: int, dtype, rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.normal(size=(70, width)) * 3, dtype)
     w = jnp.asarray(rng.normal(size=width), jnp.float32)
     assert_rows_stand_alone(jax.jit(lambda x: ops.rms_norm(x, w, eps=1e-5, order="fixed")), x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_every_number_of_rows_up_to_70(dtype, rng: np.random.Generator) -> None:
+    x = jnp.asarray(rng.normal(size=(70, 576)), dtype)
+    w = ops.prepare_weight(jnp.asarray(rng.normal(size=(100, 576)), dtype))
+    scale = jnp.asarray(rng.normal(size=576), jnp.float32)
+
+    @jax.jit
+    def both(x):
+        return ops.matmul(ops.rms_norm(x, scale, eps=1e-5, order="fixed"), w, order="fixed")
+
+    assert_rows_stand_alone(both, x, counts=range(1, 71))
 
 
 def test_pointwise(rng: np.random.Generator) -> None:

@@ -8,7 +8,7 @@ import pytest
 from fp4rl_jax import formats, ops
 from fp4rl_jax.ops import machine as machines
 from fp4rl_jax.ops.operands import Prepared
-from fp4rl_jax.quantizers import Quantizer, Stochastic
+from fp4rl_jax.quantizers import Guided, Quantizer, Stochastic
 
 ROW = Quantizer(formats.make("nvfp4", outer="row"))
 TENSOR = Quantizer(formats.make("nvfp4", outer="tensor"))
@@ -196,6 +196,24 @@ def test_a_stochastic_gradient_is_keyed_and_unbiased(key: jax.Array, rng: np.ran
     error = np.abs(draws.mean(axis=0) - exact)
     spread = draws.std(axis=0) / np.sqrt(len(keys))
     assert np.all(error <= 5.2 * spread + 1e-6)  # 5.2 sigma: Bonferroni over 256 values at 5e-5
+
+
+@pytest.mark.parametrize("backward", ["dequantized", "requantized"])
+def test_a_hint_reaches_the_activation_quantizer(backward, rng: np.random.Generator) -> None:
+    """With the rollout's codes as the hint, a slightly different x gives the rollout's product."""
+    x, w = inputs(rng, m=2, n=16, k=32)
+    near = x * (1 + 1e-4 * jnp.asarray(rng.normal(size=x.shape), jnp.float32))
+    hint = ROW.quantize(x)
+    guided = ops.MatmulSpec(weight=TENSOR, act=Quantizer(ROW.fmt, Guided()), backward=backward, grad=None)
+
+    @jax.jit
+    def both(near, w, hint):
+        y, pull = jax.vjp(lambda x, w: ops.matmul(x, w, guided, hint=hint), near, w)
+        return y, pull(jnp.ones_like(y)), ops.matmul(x, w, W4A4)
+
+    y, (dx, dw), expected = both(near, w, hint)
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(expected))
+    assert np.all(np.isfinite(dx)) and np.all(np.isfinite(dw))
 
 
 def test_equal_specs_trace_once(rng: np.random.Generator) -> None:
