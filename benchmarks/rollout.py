@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ from fp4rl_jax.ops.spec import Side
 from fp4rl_jax.rollout import SamplingConfig, publish, row_keys, sample
 from fp4rl_jax.text import encode_prompts
 
-REPEATS = 5
+REPEATS = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,8 +53,8 @@ def seconds(run: Callable[[], Any], repeats: int = REPEATS) -> float:
 
 
 def bandwidth() -> float:
-    """Bytes per second of reading 512 MiB of float32 once."""
-    x = jnp.ones((1 << 27,), jnp.float32)
+    """Bytes per second of reading 256 MiB of float32 once."""
+    x = jnp.ones((1 << 26,), jnp.float32)
     read = jax.jit(jnp.sum)
     return x.nbytes / seconds(lambda: read(x))
 
@@ -128,9 +129,11 @@ def main() -> None:
         **rates, "bound_step_seconds": max(bytes_seconds, flop_seconds),
         "bytes_seconds": bytes_seconds, "flop_seconds": flop_seconds,
     }  # fmt: skip
+    print(json.dumps(found), file=sys.stderr, flush=True)
     for recipe in ("bf16", "naive_nvfp4"):
         found[recipe] = time_sampler(loaded.params, case, recipe, options.tokens)
         found[recipe]["share_of_bound"] = found["bound_step_seconds"] / found[recipe]["decode_step"]
+        print(json.dumps({recipe: found[recipe]}), file=sys.stderr, flush=True)
     found["w4a4_overhead"] = found["naive_nvfp4"]["whole"] / found["bf16"]["whole"] - 1
     print(json.dumps(found, indent=2))
     if options.json:

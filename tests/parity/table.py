@@ -1,8 +1,9 @@
 """Measures, per recipe, whether trainer and rollout are one policy; prints it as a table.
 
-    python -m tests.parity.table [--json PATH] [--markdown PATH]
+    python -m tests.parity.table [--checkpoint models/smollm2] [--json PATH] [--markdown PATH]
 
-Three questions, each on random tiny models (dense and with experts), in both orders and dtypes:
+Three questions, on random tiny models (dense and with experts) in both orders and dtypes, or on a
+checkpoint as training runs it (bfloat16, free order):
 
 * weights: are the published codes those of the trainer's own fake quantization?
 * prefill = decode: does a block of tokens over the prompt give the log-probs of one-by-one decoding?
@@ -25,9 +26,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp4rl_jax import models
+from fp4rl_jax import interchange, models
 from fp4rl_jax.arrays import PyTree
 from fp4rl_jax.batch import Rollouts
+from fp4rl_jax.interchange import Loaded
 from fp4rl_jax.models import ModelConfig, logprobs
 from fp4rl_jax.ops.spec import Order, Side
 from fp4rl_jax.rollout import (
@@ -39,6 +41,7 @@ from fp4rl_jax.rollout import (
     sample,
     weight_checksums,
 )
+from fp4rl_jax.text import encode_prompts
 from tests.parity.record import Sink, recording
 from tests.rollout import tiny
 
@@ -116,7 +119,7 @@ def draw(published: Published, setting: Setting, side: Side, prompts: tuple[Any,
     return sample(
         published,
         *prompts,
-        row_limits=jnp.asarray(np.random.default_rng(3).integers(3, 9, rows), jnp.int32),
+        row_limits=np.random.default_rng(3).integers(3, setting.sampling.max_new_tokens + 1, rows, np.int32),
         keys=row_keys(jax.random.key(4), jnp.arange(rows)),
         config=setting.config,
         side=side,
@@ -224,6 +227,29 @@ def tiny_setting(recipe: str, model: str, *, dtype: str, order: Order) -> Settin
     return Setting(params=tiny.params(model), config=config, trainer=trainer, rollout=rollout)
 
 
+def checkpoint_setting(loaded: Loaded, recipe: str, *, dtype: str = "bfloat16") -> Setting:
+    """A recipe's two sides on a loaded model: eight sums, eight answers each."""
+    trainer, rollout = tiny.sides(recipe, loaded.config, dtype=dtype)
+    return Setting(
+        params=loaded.params,
+        config=loaded.config,
+        trainer=trainer,
+        rollout=rollout,
+        num_prompts=8,
+        group_size=8,
+        sampling=SamplingConfig(
+            max_new_tokens=12, stop_tokens=loaded.tokenizer.stop_ids, pad_token=loaded.tokenizer.pad_id
+        ),
+    )
+
+
+def checkpoint_prompts(loaded: Loaded) -> tuple[np.ndarray, np.ndarray]:
+    """Eight chat prompts, [8, 48] and their mask."""
+    texts = [f"What is {a} + {12 - a}? Answer with the number only." for a in range(8)]
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    return encode_prompts(loaded.tokenizer, chats, width=48)
+
+
 def measure(recipe: str, model: str, *, dtype: str, order: Order) -> Row:
     """One line of the table, on a tiny random model, flipped codes not counted."""
     setting = tiny_setting(recipe, model, dtype=dtype, order=order)
@@ -270,16 +296,25 @@ def markdown(rows: list[Row]) -> str:
 def main(argv: list[str]) -> None:
     """Measures every recipe and prints the table; writes it where asked."""
     parser = argparse.ArgumentParser(description="parity of trainer and rollout, per recipe")
+    parser.add_argument("--checkpoint", type=Path, help="a checkpoint; none: tiny random models")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args(argv)
     cells: list[tuple[str, Order]] = [("float32", "fixed"), ("bfloat16", "fixed"), ("bfloat16", "free")]
+    if options.checkpoint:
+        loaded = interchange.load(options.checkpoint, dtype="float32")
+        prompts, name = checkpoint_prompts(loaded), options.checkpoint.name
+        settings = [((recipe, name), checkpoint_setting(loaded, recipe)) for recipe in tiny.RECIPES]
+    else:
+        prompts = tiny.prompts(4)
+        settings = [
+            ((recipe, model), tiny_setting(recipe, model, dtype=dtype, order=order))
+            for recipe, model, (dtype, order) in itertools.product(tiny.RECIPES, tiny.CONFIGS, cells)
+        ]
     rows = []
-    for recipe, model, (dtype, order) in itertools.product(tiny.RECIPES, tiny.CONFIGS, cells):
-        setting = tiny_setting(recipe, model, dtype=dtype, order=order)
-        row = measure_setting(setting, names=(recipe, model), prompts=tiny.prompts(4))
-        flipped = flipped_codes(setting, tiny.prompts(4))
-        rows.append(dataclasses.replace(row, flipped_codes=flipped))
+    for names, setting in settings:
+        row = measure_setting(setting, names=names, prompts=prompts)
+        rows.append(dataclasses.replace(row, flipped_codes=flipped_codes(setting, prompts)))
     print(markdown(rows), end="")
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n")
