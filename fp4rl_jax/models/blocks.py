@@ -189,17 +189,19 @@ def _mlp(h: Array, weights: PyTree, calls: SiteCalls, *, mask: Array) -> Array:
     return calls.matmul("mlp/down", h, weights["down"], mask=mask)
 
 
-def route(h: Array, router: Array, *, config: ModelConfig, order: Order) -> tuple[Array, Array]:
+def route(
+    h: Array, router: Array | ops.Prepared, *, config: ModelConfig, order: Order
+) -> tuple[Array, Array]:
     """Scores the experts in float32 and picks the best (Qwen3-MoE: softmax first, then top-k).
 
     Args:
-        h: [M, D]. router: [E, D].
+        h: [M, D]. router: [E, D], an array or prepared; widened to float32, exactly.
 
     Returns:
         gates [M, A] float32, which sum to 1 under `norm_topk`, and experts [M, A] int32, best
         first, the lower index among equals.
     """
-    scores = ops.matmul(h.astype(jnp.float32), router.astype(jnp.float32), HIGH_PRECISION, order=order)
+    scores = ops.matmul(h.astype(jnp.float32), router, HIGH_PRECISION, order=order)
     scores = scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
     weights = ops.pointwise(jnp.exp, scores, order=order)
     gates, experts = jax.lax.top_k(weights, config.num_active)

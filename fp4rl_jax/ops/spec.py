@@ -36,6 +36,13 @@ class MatmulSpec:
 
     def __post_init__(self) -> None:
         check_name("backward", self.backward, get_args(Backward))
+        for name in ("weight", "act", "grad"):
+            quantizer = getattr(self, name)
+            if quantizer is not None and quantizer.ste != "identity":
+                raise ValueError(
+                    f"{name} has ste={quantizer.ste!r}: a matmul passes gradients straight through its"
+                    ' quantizers, so only ste="identity" has a meaning here'
+                )
         if self.grad is not None and self.backward not in ("requantized", "reused"):
             raise ValueError(
                 f"backward={self.backward!r} never quantizes gradients, so grad={self.grad} would have no"

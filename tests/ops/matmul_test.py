@@ -258,3 +258,8 @@ def test_a_gradient_quantizer_that_nothing_reads_is_refused() -> None:
         ops.MatmulSpec(grad=ROW)
     with pytest.raises(ValueError, match=r"unknown backward 'reuse': did you mean 'reused'"):
         ops.MatmulSpec(backward="reuse")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_clipped_gradient_rule_is_refused() -> None:
+    with pytest.raises(ValueError, match="act has ste='clipped'"):
+        ops.MatmulSpec(act=Quantizer(ROW.fmt, ste="clipped"))
