@@ -1,0 +1,130 @@
+"""A run that was interrupted and resumed is the run that was not: metrics and parameters, bit for bit."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fp4rl_jax.cli.train import train
+from fp4rl_jax.config import load
+from fp4rl_jax.runs import catalogue, exit_codes
+from fp4rl_jax.runs.files import read_lines
+
+ROOT = Path(__file__).parents[2]
+STEPS = 4
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    return [
+        f"run.root={folder}", "run.tensorboard=off", "run.progress=off", "run.resume=auto",
+        "run.checkpoint_every=1", f"loop.steps={STEPS}", *more,
+    ]  # fmt: skip
+
+
+def config(folder: Path, *more: str):
+    return load([str(ROOT / "configs/ci/grpo.toml")], words(folder, *more))
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [catalogue.without_clock(line) for line in read_lines(folder / "ci-grpo" / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """An uninterrupted run."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert train(config(folder)) == exit_codes.OK
+    return folder
+
+
+def test_every_metric_is_documented_and_every_step_is_there(whole):
+    lines = read_lines(whole / "ci-grpo" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(STEPS))
+    assert catalogue.undocumented(lines[0]) == []
+    for key in ("reward_mean", "mismatch_kl", "logprob_gap_max", "tokens_per_second", "entropy", "grad_norm"):
+        assert all(np.isfinite(line[key]) for line in lines), key
+
+
+def test_the_sides_agree_and_the_ratio_is_one(whole):
+    for line in metrics(whole):
+        assert line["policy_ratio"] == 1.0
+        assert line["updates_skipped"] == 0.0
+
+
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_resuming_after_any_step_changes_nothing(whole, tmp_path, first):
+    assert train(config(tmp_path, f"loop.steps={first}")) == exit_codes.OK
+    assert train(config(tmp_path)) == exit_codes.OK
+    assert metrics(tmp_path) == metrics(whole)
+    assert restored(tmp_path).keys() == restored(whole).keys()
+    for path, leaf in restored(whole).items():
+        np.testing.assert_array_equal(restored(tmp_path)[path], leaf, err_msg=path)
+
+
+def restored(folder: Path) -> dict[str, np.ndarray]:
+    """Trained and frozen parameters and moments of the last checkpoint, by path."""
+    import jax
+
+    from fp4rl_jax import models
+    from fp4rl_jax.cli import _job
+    from fp4rl_jax.runs import Checkpointer
+    from fp4rl_jax.trainer import abstract_state
+
+    made = _job.builder(config(folder))
+    template = abstract_state(models.abstract_params(made.model), made.learner.subset, made.config.trainer)
+    state = Checkpointer(folder / "ci-grpo" / "checkpoints").restore(template).state
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def spawn(folder: Path, cache: Path) -> subprocess.Popen:
+    command = [sys.executable, "-m", "fp4rl_jax", "train", "--config", str(ROOT / "configs/ci/grpo.toml")]
+    for word in words(folder):
+        command += ["--set", word]
+    cached = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
+    return subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, **cached}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_asks_for_a_restart(whole, tmp_path):
+    process = spawn(tmp_path, tmp_path / "cache")
+    lines = tmp_path / "ci-grpo" / "metrics.jsonl"
+    while process.poll() is None and not (lines.exists() and lines.read_text().count("\n") >= 1):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=300) in (exit_codes.SAVED_PLEASE_RESTART, exit_codes.OK)
+    assert spawn(tmp_path, tmp_path / "cache").wait(timeout=300) == exit_codes.OK
+    assert metrics(tmp_path) == metrics(whole)
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_random_instants_ends_as_the_whole_one(whole, tmp_path):
+    """At least 20 SIGKILLs over as many starts, at random instants of compiling, stepping and saving."""
+    assert spawn(tmp_path / "warm", tmp_path / "cache").wait(timeout=600) == exit_codes.OK
+    began = time.monotonic()
+    assert spawn(tmp_path / "timed", tmp_path / "cache").wait(timeout=600) == exit_codes.OK
+    longest = time.monotonic() - began
+    chance = random.Random(0)
+    kills, folder = 0, tmp_path / "run0"
+    while kills < 20:
+        process = spawn(folder, tmp_path / "cache")
+        try:
+            process.wait(timeout=chance.uniform(0.3, 1.0) * longest)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            kills += 1
+            continue
+        assert process.returncode == exit_codes.OK
+        assert metrics(folder) == metrics(whole)
+        folder = tmp_path / f"run{kills}"
+    assert spawn(folder, tmp_path / "cache").wait(timeout=600) == exit_codes.OK
+    assert metrics(folder) == metrics(whole)
