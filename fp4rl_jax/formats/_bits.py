@@ -79,8 +79,9 @@ def multiply(a: Array, b: Array) -> Array:
     The exponent is not bounded by float32's; it is clipped far outside its range.
     """
     product = lax.bitcast_convert_type(unit(a) * unit(b), jnp.int32)
-    shift = jnp.clip((a >> MANTISSA) + (b >> MANTISSA) - 2 * BIAS, -370, 127)
-    return product + (shift << MANTISSA)
+    shift = (a >> MANTISSA) + (b >> MANTISSA) - 2 * BIAS
+    log = product + (jnp.clip(shift, -370, 127) << MANTISSA)
+    return jnp.where(shift > 127, RAW_INFINITY, log)  # 2^128 and more, which no int32 log form holds
 
 
 def divide(a: Array, b: Array) -> Array:

@@ -67,7 +67,7 @@ def _grouped(plan: Plan, x: Array, w: Operand, group_sizes: Array, key, hint) ->
 
 
 def _forward(plan: Plan, x: Array, w: Operand, group_sizes: Array, key, hint):
-    x_d, w_d = decoded_operands(plan, x, w, key, hint)
+    x_d, w_d = decoded_operands(plan, x, w, key=key, hint=hint)
     y = kernels.grouped_matmul(x_d.operand, w_d.operand, group_sizes, order=plan.order)
     y = _times_scales(y, x_d, w_d, group_sizes)
     if plan.order == "fixed":
@@ -77,7 +77,7 @@ def _forward(plan: Plan, x: Array, w: Operand, group_sizes: Array, key, hint):
 
 def _fwd(plan: Plan, x: Array, w: Operand, group_sizes: Array, key, hint):
     y, decoded = _forward(plan, x, w, group_sizes, key, hint)
-    return y, (to_save(plan.spec, x, w, decoded), group_sizes, key)
+    return y, (to_save(plan.spec, x, w, decoded=decoded), group_sizes, key)
 
 
 def _bwd(plan: Plan, residuals, dy: Array):
@@ -94,7 +94,7 @@ _grouped.defvjp(_fwd, _bwd)
 
 
 def _dgrad(plan: Plan, dy: Array, w: Array | Prepared, group_sizes: Array, key: Array | None) -> Array:
-    dy_q, w_q, transposed = dgrad_operands(plan.spec, dy, w, key)
+    dy_q, w_q, transposed = dgrad_operands(plan.spec, dy, w, key=key)
     dtype = operand_dtype(plan.machine, dy_q, w_q)
     dy_d, w_d = decode(dy_q, dtype), decode(w_q, dtype)
     dx = kernels.grouped_matmul(dy_d.operand, w_d.operand, group_sizes, axis=1 + transposed, order=plan.order)
@@ -102,7 +102,7 @@ def _dgrad(plan: Plan, dy: Array, w: Array | Prepared, group_sizes: Array, key: 
 
 
 def _wgrad(plan: Plan, dy: Array, x: Array | Prepared, group_sizes: Array, key: Array | None) -> Array:
-    (dy_q, dy_transposed), (x_q, x_transposed) = wgrad_operands(plan.spec, dy, x, key)
+    (dy_q, dy_transposed), (x_q, x_transposed) = wgrad_operands(plan.spec, dy, x, key=key)
     dtype = operand_dtype(plan.machine, dy_q, x_q)
     dy_d, x_d = decode(dy_q, dtype), decode(x_q, dtype)
     dw = kernels.grouped_outer(

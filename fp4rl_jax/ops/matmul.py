@@ -115,7 +115,7 @@ def _matmul(plan: Plan, x: Array, w: Operand, key: Array | None, hint: PyTree) -
 
 
 def decoded_operands(
-    plan: Plan, x: Array, w: Operand, key: Array | None, hint: PyTree
+    plan: Plan, x: Array, w: Operand, *, key: Array | None, hint: PyTree
 ) -> tuple[Prepared, Prepared]:
     """The forward operands: x quantized (all its rows at once), and w unless it was published."""
     spec = plan.spec
@@ -132,13 +132,13 @@ def decoded_operands(
 
 
 def _forward(plan: Plan, x: Array, w: Operand, key: Array | None, hint: PyTree):
-    x_d, w_d = decoded_operands(plan, x, w, key, hint)
+    x_d, w_d = decoded_operands(plan, x, w, key=key, hint=hint)
     y = _contract(plan, flatten(x_d), w_d, dims=(1, 1))
     y = settle(y, jnp.dtype(plan.out_dtype)).reshape(*x.shape[:-1], -1)
     return y, (x_d, w_d)
 
 
-def to_save(spec: MatmulSpec, x: Array, w: Operand, decoded: tuple[Prepared, Prepared]) -> Saved:
+def to_save(spec: MatmulSpec, x: Array, w: Operand, *, decoded: tuple[Prepared, Prepared]) -> Saved:
     """What the backward needs of x and w, as its mode asks; a published w gets no gradient."""
     published = isinstance(w, QTensor | Prepared)
     original = spec.backward in ("high_precision", "requantized")
@@ -154,7 +154,7 @@ def to_save(spec: MatmulSpec, x: Array, w: Operand, decoded: tuple[Prepared, Pre
 
 def _matmul_fwd(plan: Plan, x: Array, w: Operand, key: Array | None, hint: PyTree):
     y, decoded = _forward(plan, x, w, key, hint)
-    return y, (to_save(plan.spec, x, w, decoded), key)
+    return y, (to_save(plan.spec, x, w, decoded=decoded), key)
 
 
 def _matmul_bwd(plan: Plan, residuals, dy: Array):
@@ -187,7 +187,7 @@ def quantized_along(
     ), True
 
 
-def dgrad_operands(spec: MatmulSpec, dy: Array, w: Array | Prepared, key: Array | None):
+def dgrad_operands(spec: MatmulSpec, dy: Array, w: Array | Prepared, *, key: Array | None):
     """dy [M, N] and w for dx = dy @ w, and whether w came transposed (blocks along N)."""
     dy_q = dy if spec.grad is None else spec.grad.quantize(dy, axis=-1, key=fold_key(key, 0))
     if isinstance(w, Prepared):
@@ -197,7 +197,7 @@ def dgrad_operands(spec: MatmulSpec, dy: Array, w: Array | Prepared, key: Array 
     return dy_q, rounded(w, dy.dtype), False  # rounded as the forward product rounds it
 
 
-def wgrad_operands(spec: MatmulSpec, dy: Array, x: Array | Prepared, key: Array | None):
+def wgrad_operands(spec: MatmulSpec, dy: Array, x: Array | Prepared, *, key: Array | None):
     """dy and x for dw = dy.T @ x, each with whether it came transposed (blocks along M)."""
     dy_q = quantized_along(spec.grad, dy, key=fold_key(key, 0))
     if isinstance(x, Prepared):
@@ -210,13 +210,13 @@ def wgrad_operands(spec: MatmulSpec, dy: Array, x: Array | Prepared, key: Array 
 
 def _dgrad(plan: Plan, dy: Array, w: Array | Prepared, key: Array | None) -> Array:
     """dy [M, N] times w [N, K], contracting N."""
-    dy_q, w_q, transposed = dgrad_operands(plan.spec, dy, w, key)
+    dy_q, w_q, transposed = dgrad_operands(plan.spec, dy, w, key=key)
     return _product(plan, dy_q, w_q, dims=(1, int(transposed)))
 
 
 def _wgrad(plan: Plan, dy: Array, x: Array | Prepared, key: Array | None) -> Array:
     """dy [M, N] times x [M, K], contracting M: a sum over rows, so its order is always free."""
-    (dy_q, dy_transposed), (x_q, x_transposed) = wgrad_operands(plan.spec, dy, x, key)
+    (dy_q, dy_transposed), (x_q, x_transposed) = wgrad_operands(plan.spec, dy, x, key=key)
     free = dataclasses.replace(plan, order="free")
     return _product(free, dy_q, x_q, dims=(int(dy_transposed), int(x_transposed)))
 
