@@ -71,7 +71,7 @@ class HiF4(Format):
         word = level_1 | (_pack_bits(two) << 8) | (_pack_bits(three) << 16)
         word = jnp.where(poisoned, 0xFF, word)
         scales = lax.bitcast_convert_type(word, jnp.uint8)  # lowest byte first
-        return scales.reshape(*scales.shape[:-2], -1)
+        return scales.reshape(*scales.shape[:-2], scales.shape[-2] * 4)
 
     def _level_1(self, log: Array) -> Array:
         """int32 E6M2 byte of a block maximum: bf16(V * bf16(1/7)), then two more bits dropped."""
@@ -85,7 +85,7 @@ class HiF4(Format):
 
     def _fields(self, scales: Array) -> tuple[Array, Array]:
         """E6M2 byte [..., blocks] and level-2 + level-3 exponents [..., blocks, 16], int32."""
-        fields = scales.reshape(*scales.shape[:-1], -1, 4).astype(jnp.int32)
+        fields = scales.reshape(*scales.shape[:-1], scales.shape[-1] // 4, 4).astype(jnp.int32)
         group = jnp.arange(16)
         two = (fields[..., 1:2] >> (group // 2)) & 1
         three = ((fields[..., 2:3] | (fields[..., 3:4] << 8)) >> group) & 1

@@ -14,6 +14,7 @@ from flax import struct
 from fp4rl_jax import ops
 from fp4rl_jax.arrays import Array, dtype_of
 from fp4rl_jax.models.config import ModelConfig
+from fp4rl_jax.ops import machine
 from fp4rl_jax.ops.spec import Order
 
 
@@ -117,10 +118,27 @@ class GroupAttention:
         )
         if block == 0:
             return prompt, None, state
-        segments = (ops.Segment(kp, vp, self.prefix_mask), ops.Segment(kc, vc, self.own_mask))
-        out = ops.attention(qc, segments=segments, scale=self.scale, order=self.order)
+        out = self._completions(qc, (kp, vp), (kc, vc))
         out = out.reshape(prompt.shape[0], -1, *out.shape[2:])
         return jnp.concatenate([prompt, out], axis=1), None, state
+
+    def _completions(self, q: Array, prompt: tuple[Array, Array], own: tuple[Array, Array]) -> Array:
+        """Attention of the completions, [B, T, H, C].
+
+        On a CPU one query column at a time: the dots then have the shapes of the sampler's, whose
+        bits they share (a batched dot of 3 rows and one of 33 differ in the last place), and they
+        are too small to gain from being joined.
+        """
+
+        def attend(q: Array, prefix_mask: Array, own_mask: Array) -> Array:
+            segments = (ops.Segment(*prompt, prefix_mask), ops.Segment(*own, own_mask))
+            return ops.attention(q, segments=segments, scale=self.scale, order=self.order)
+
+        if machine.current().platform != "cpu":
+            return attend(q, self.prefix_mask, self.own_mask)
+        columns = [jnp.moveaxis(x, 1, 0)[:, :, None] for x in (q, self.prefix_mask, self.own_mask)]
+        out = jax.lax.map(lambda column: attend(*column), tuple(columns))  # [T, B, 1, H, C]
+        return jnp.moveaxis(out[:, :, 0], 0, 1)
 
 
 def _part(x: Array, width: int, rows: int, block: int) -> tuple[Array, Array]:

@@ -9,7 +9,8 @@ def main() -> None:
     import reasoning_gym
 
     setup = json.loads(sys.stdin.readline())
-    dataset = reasoning_gym.create_dataset(setup["dataset"], **setup["options"])
+    create = reasoning_gym.create_dataset  # pyright: ignore[reportAttributeAccessIssue] (optional package)
+    dataset = create(setup["dataset"], **setup["options"])
     print("true", flush=True)
     for line in sys.stdin:
         request = json.loads(line)

@@ -7,7 +7,7 @@ import sys
 
 def main() -> None:
     """Reads {"timeout"}, then requests {"gold", "answer"}; answers true or false."""
-    from math_verify import parse, verify
+    from math_verify import parse, verify  # pyright: ignore[reportMissingImports] (optional package)
 
     logging.disable(logging.CRITICAL)  # it logs every time-out; the answer says it too
     seconds = json.loads(sys.stdin.readline())["timeout"]

@@ -85,12 +85,13 @@ def build(config: Config) -> Task:
     """
     require_package("reasoning_gym", task="reasoning_gym")
     import reasoning_gym
-    from reasoning_gym.factory import DATASETS
+    from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports] (optional package)
 
     check_name("reasoning-gym data set", config.dataset, DATASETS)
     # Held-out questions are looked for behind the training items; one in ten candidates is one.
     options = dict(config.options) | {"seed": config.seed, "size": config.train_size + 30 * config.eval_size}
-    dataset = reasoning_gym.create_dataset(config.dataset, **options)
+    create = reasoning_gym.create_dataset  # pyright: ignore[reportAttributeAccessIssue] (optional package)
+    dataset = create(config.dataset, **options)
     scorer = Worker(
         Path(__file__).with_name("_gym_worker.py"),
         {"dataset": config.dataset, "options": options},

@@ -49,6 +49,7 @@ def test_products_are_correctly_rounded(rng):
     with np.errstate(all="ignore"):
         expected = a * b
     np.testing.assert_array_equal(np.asarray(product)[keep], expected[keep])
+    assert np.isinf(np.asarray(product)[exact >= 128]).all() and (exact >= 128).sum() > 1000
 
 
 @pytest.mark.parametrize("k", [-148, -127, -60, 0, 90, 127])

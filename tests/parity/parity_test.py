@@ -21,7 +21,7 @@ def same_specs(recipe: str) -> bool:
 
 
 #: What `make test` runs; every other case is in `make test-all`. A case compiles five programs.
-FAST = {("bf16", "dense", "bfloat16"), ("qat_w4a4", "dense", "bfloat16"), ("qat_w4a4", "moe", "float32")}
+FAST = {("qat_w4a4", "dense", "bfloat16"), ("qat_w4a4", "moe", "float32")}
 CASES = [
     pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
     for case in itertools.product(tiny.RECIPES, tiny.CONFIGS, ("bfloat16", "float32"))
@@ -51,14 +51,17 @@ def test_flipped_activation_codes_are_counted(order, most):
     assert 0.0 <= share <= most
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "qat_w4a16"])
+@pytest.mark.parametrize("recipe", [pytest.param("bf16", marks=pytest.mark.slow), "qat_w4a16"])
 def test_weight_only_in_float32_is_within_the_derived_bound(recipe):
     """Any order of summation, weights quantized on both sides or on neither, activations never.
 
     A float32 dot of length n, summed in any order, is the exact dot of weights perturbed by at most
-    gamma_n = n u / (1 - n u) each (Higham, Accuracy and Stability, 3.1). To first order a log-prob
-    then moves by at most gamma_n * sum |w * d logprob / d w| on each side; doubled for the
-    normalisations, softmax and attention, whose sums are no longer and add no weights.
+    gamma_n = n u / (1 - n u) each (Higham, Accuracy and Stability, 3.1), so to first order a log-prob
+    moves by at most gamma_n * sum |w * d logprob / d w| on each side. Where rounding errors are
+    independent with mean zero it moves by lambda * sqrt(n) u * root-sum-square of the same terms
+    (Higham and Mary 2019), exceeded with probability below 2 exp(-lambda^2 / 2): 1e-13 at lambda = 8.
+    Both are doubled for the normalisations, softmax and attention, whose sums are no longer and add
+    no weights. The gap is held against the second, which is also far below what counts as moved.
     """
     config = tiny.DENSE
     side, _ = tiny.sides(recipe, config, dtype="float32", order="free")
@@ -66,16 +69,17 @@ def test_weight_only_in_float32_is_within_the_derived_bound(recipe):
     published = publish(setting.params, config=config, side=side, version=0)
     out = table.draw(published, setting, side, tiny.prompts(4))
     found = table.gap(table.by_trainer(setting, side, out), out.rollout_logprobs, out.loss_mask)
-    slope = largest_sensitivity(published, out, config, side)
-    unit = max(config.d_model, config.d_ff, config.max_length) * 2.0**-24
-    bound = 2 * 2 * unit / (1 - unit) * slope
-    print(f"{recipe}: largest gap {found.largest:.1e} nat, bound {bound:.1e} nat")
-    assert 0 < found.tokens and found.largest <= bound
-    assert bound < table.MOVED
+    total, root = largest_sensitivity(published, out, config, side)
+    length = max(config.d_model, config.d_ff, out.tokens.shape[1])
+    worst = 2 * 2 * length * 2.0**-24 / (1 - length * 2.0**-24) * total
+    likely = 2 * 2 * 8 * np.sqrt(length) * 2.0**-24 * root
+    print(f"{recipe}: largest gap {found.largest:.1e} nat, bounds {likely:.1e} and {worst:.1e} nat")
+    assert found.tokens > 50 and found.largest <= likely <= worst
+    assert likely < table.MOVED
 
 
-def largest_sensitivity(published, out, config, side) -> float:
-    """Largest sum |w * d logprob / d w| over the sampled tokens of the first rows, float32."""
+def largest_sensitivity(published, out, config, side) -> tuple[float, float]:
+    """Largest sum and root-sum-square of |w * d logprob / d w| over the tokens of the first two rows."""
     plain = dataclasses.replace(
         side,
         specs=dataclasses.replace(side.specs, items=tuple((s, HIGH_PRECISION) for s, _ in side.specs.items)),
@@ -91,17 +95,19 @@ def largest_sensitivity(published, out, config, side) -> float:
             group_size=1, config=config, side=plain, temperature=1.0, entropy="off",
         ).logprobs[0]  # fmt: skip
 
-    largest = 0.0
+    total = root = 0.0
+    slopes_of = jax.jit(jax.jacrev(scored), static_argnums=1)
     for row in range(2):
-        slopes = jax.jacrev(scored)(weights, row)
-        parts = jax.tree.map(lambda g, w: jnp.abs(g * w).reshape(g.shape[0], -1).sum(axis=1), slopes, weights)
-        largest = max(largest, float(np.max(sum(jax.tree.leaves(parts)))))
-    return largest
+        slopes = slopes_of(weights, row)
+        terms = jax.tree.map(lambda g, w: np.abs(g * w).reshape(g.shape[0], -1), slopes, weights)
+        terms = np.concatenate(jax.tree.leaves(terms), axis=1).astype(np.float64)  # [T, weights]
+        total = max(total, terms.sum(axis=1).max())
+        root = max(root, np.sqrt((terms**2).sum(axis=1)).max())
+    return float(total), float(root)
 
 
-@pytest.mark.parametrize(
-    "recipe", [r if r == "qat_w4a4" else pytest.param(r, marks=pytest.mark.slow) for r in tiny.RECIPES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", tiny.RECIPES)
 def test_free_order_is_reported(recipe):
     """No bound is asserted on quantized activations: the shares are printed as what they are."""
     row = table.measure(recipe, "dense", dtype="bfloat16", order="free")

@@ -29,7 +29,7 @@ def reward(item: int, completion: str) -> Reward:
 
 
 def evaluator(**options) -> Evaluator:
-    _, side = tiny.sides("qat_w4a4", tiny.DENSE, order="fixed")
+    _, side = tiny.sides("bf16", tiny.DENSE, order="fixed")
     base = Evaluator(
         encode=encode, decode=decode, reward=reward, config=tiny.DENSE, side=side,
         sampling=SamplingConfig(max_new_tokens=4, stop_tokens=(2,)), batch_prompts=2, num_samples=3,
