@@ -16,8 +16,10 @@ venv:           ## make .venv with the pinned packages (extras run and dev); onc
 venv-tasks:
 	@sh tools/make_venv.sh tasks
 
-demo: venv      ## show what the project does, on two CPU cores
-	$(BIN)/fp4rl formats
+demo: venv smollm2  ## post-train SmolLM2-135M with an NVFP4 rollout, on two CPU cores, in minutes
+	$(BIN)/fp4rl train --config configs/demo.toml --set run.resume=auto
+	$(BIN)/fp4rl report runs/demo
+	@echo "Next: look at the page above; make compare sets five recipes side by side; README.md has the rest."
 
 test: venv      ## the tests of every mechanism, in minutes, without a network
 	$(BIN)/pytest -m "not slow and not gpu" $(PYTEST_ARGS)

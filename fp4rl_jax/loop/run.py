@@ -10,12 +10,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from absl import logging
 
 from fp4rl_jax.loop.stop import stop_on_signals
 from fp4rl_jax.loop.sync import Parts, Step, train_step
 from fp4rl_jax.rollout.estimators import bootstrap_mean
 from fp4rl_jax.rollout.evaluate import Evaluation
 from fp4rl_jax.runs import RunDirectory, RunError, exit_codes, make_progress
+from fp4rl_jax.runs.files import read_lines
 from fp4rl_jax.runs.progress import Progress
 from fp4rl_jax.trainer import TrainState
 
@@ -64,6 +66,9 @@ def run(job: Job) -> int:
         RunError: the folder, a checkpoint or the disk.
     """
     number, state, host = _begin(job)
+    if number >= job.steps and _is_finished(job):
+        logging.info("%s is finished: %d steps", job.directory.path, number)
+        return exit_codes.OK
     parts = job.make_parts(state)
     job.directory.start(number)
     job.directory.write_manifest(job.manifest(number))
@@ -98,6 +103,12 @@ def _begin(job: Job) -> tuple[int, TrainState, dict[str, Any]]:
     host = dict(restored.host)
     job.data.set_state(host.pop("data"))
     return restored.step, restored.state, host
+
+
+def _is_finished(job: Job) -> bool:
+    """Whether the last evaluation was made, too."""
+    lines = read_lines(job.directory.path / "evals.jsonl")
+    return job.evaluate is None or any(line["step"] == job.steps for line in lines)
 
 
 def _due(number: int, every: int) -> bool:
