@@ -23,9 +23,11 @@ INTRO = """# Results
 
 `make compare` makes this page: five recipes, the same model, task, data order and keys, {steps} steps.
 
-{setting}. One seed an arm, so a difference between two arms' rewards is an anecdote; the mismatch columns are
-averages over some {tokens} sampled tokens each and do not depend on luck. "Step-0 gap" is k3, the estimate of
-KL(rollout, trainer) in nats a token, before any update: what the recipe itself does to the same weights.
+{setting}.
+
+One seed an arm, so a difference between two arms' rewards is an anecdote. The gap columns rest on some {tokens}
+sampled tokens an arm: k3, the estimate of KL(rollout, trainer) in nats a token. "Step-0 gap" is before any
+update: what the recipe itself does to the same weights.
 
 """
 
@@ -64,11 +66,15 @@ def write_page(runs: Path) -> None:
     first = json.loads((arms["bf16"] / "config.json").read_text())
     manifest = json.loads((arms["bf16"] / "manifest.json").read_text())
     loop = first["loop"]
+    greedy = (
+        "greedy" if first["eval"]["temperature"] == 0 else f"at temperature {first['eval']['temperature']}"
+    )
     setting = (
         f"{first['model']['path'].split('/')[-1]}, "
         f"{loop['num_prompts']} prompts x {loop['group_size']} completions, "
         f"AdamW {first['trainer']['optim']['lr']:g}, both sides bfloat16, {manifest['backend']} "
-        f"({manifest['host']['machine']}), jax {manifest['versions']['jax']}"
+        f"({manifest['host']['machine']}), jax {manifest['versions']['jax']}; pass@1 {greedy} on "
+        f"{first['eval']['problems']} held-out problems"
     )
     tokens = round(sum(r["sampled_tokens"] for r in read_lines(arms["bf16"] / "metrics.jsonl")), -3)
     head = INTRO.format(steps=loop["steps"], setting=setting, tokens=int(tokens))
@@ -114,7 +120,8 @@ def _row(recipe: str, row: dict[str, Any]) -> str:
     change = evals["difference"]
     cells = [
         f"`{recipe}`", f"{row['gap']:.2g}", f"{row['median']:.2g}", f"{row['worst']:.2g}",
-        f"{row['gap_max']:.2f}", f"{first:.2f} -> {last:.2f}", f"{evals['before']['value']:.2f}", f"{evals['after']['value']:.2f}",
+        f"{row['gap_max']:.2f}", f"{first:.2f} -> {last:.2f}",
+        f"{evals['before']['value']:.2f}", f"{evals['after']['value']:.2f}",
         f"{change['value']:+.2f} [{change['low']:+.2f}, {change['high']:+.2f}]", f"{row['seconds']:.1f}",
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |\n"
