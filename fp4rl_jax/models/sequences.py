@@ -64,10 +64,12 @@ class BlockAttention:
     order: Order
 
     def __call__(self, q: Array, k: Array, v: Array, *, extra: Any, state: Any) -> tuple[Array, Any, Any]:
-        segments = (ops.Segment(k, v, self.own_mask),)
-        if self.prefix_mask is not None:
-            segments = (ops.Segment(extra.k, extra.v, self.prefix_mask), *segments)
-        out = ops.attention(q, segments=segments, scale=self.scale, order=self.order)
+        own = ops.Segment(k, v, self.own_mask)
+        if self.prefix_mask is None:
+            out = ops.attention(q, segments=(own,), scale=self.scale, order=self.order)
+        else:
+            segments = (ops.Segment(extra.k, extra.v, self.prefix_mask), own)
+            out = _after_prompt(q, segments, scale=self.scale, order=self.order)
         return out, KV(k=k, v=v), state
 
 
@@ -118,27 +120,30 @@ class GroupAttention:
         )
         if block == 0:
             return prompt, None, state
-        out = self._completions(qc, (kp, vp), (kc, vc))
+        segments = (ops.Segment(kp, vp, self.prefix_mask), ops.Segment(kc, vc, self.own_mask))
+        out = _after_prompt(qc, segments, scale=self.scale, order=self.order)
         out = out.reshape(prompt.shape[0], -1, *out.shape[2:])
         return jnp.concatenate([prompt, out], axis=1), None, state
 
-    def _completions(self, q: Array, prompt: tuple[Array, Array], own: tuple[Array, Array]) -> Array:
-        """Attention of the completions, [B, T, H, C].
 
-        On a CPU one query column at a time: the dots then have the shapes of the sampler's, whose
-        bits they share (a batched dot of 3 rows and one of 33 differ in the last place), and they
-        are too small to gain from being joined.
-        """
+def _after_prompt(q: Array, segments: tuple[ops.Segment, ...], *, scale: float, order: Order) -> Array:
+    """Attention of completion tokens, [B, T, H, C], over segments with masks [B, T, S].
 
-        def attend(q: Array, prefix_mask: Array, own_mask: Array) -> Array:
-            segments = (ops.Segment(*prompt, prefix_mask), ops.Segment(*own, own_mask))
-            return ops.attention(q, segments=segments, scale=self.scale, order=self.order)
+    On a CPU one query column at a time: the dots then have the shapes of the sampler's, whose bits
+    they share (a batched dot of 3 rows and one of 33 differ in the last place), and they are too
+    small to gain from being joined.
+    """
 
-        if machine.current().platform != "cpu":
-            return attend(q, self.prefix_mask, self.own_mask)
-        columns = [jnp.moveaxis(x, 1, 0)[:, :, None] for x in (q, self.prefix_mask, self.own_mask)]
-        out = jax.lax.map(lambda column: attend(*column), tuple(columns))  # [T, B, 1, H, C]
-        return jnp.moveaxis(out[:, :, 0], 0, 1)
+    def attend(q: Array, *masks: Array) -> Array:
+        seen = tuple(s._replace(mask=mask) for s, mask in zip(segments, masks, strict=True))
+        return ops.attention(q, segments=seen, scale=scale, order=order)
+
+    masks = [segment.mask for segment in segments]
+    if machine.current().platform != "cpu" or q.shape[1] == 1:
+        return attend(q, *masks)
+    columns = [jnp.moveaxis(x, 1, 0)[:, :, None] for x in (q, *masks)]
+    out = jax.lax.map(lambda column: attend(*column), tuple(columns))  # [T, B, 1, H, C]
+    return jnp.moveaxis(out[:, :, 0], 0, 1)
 
 
 def _part(x: Array, width: int, rows: int, block: int) -> tuple[Array, Array]:
