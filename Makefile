@@ -6,6 +6,9 @@
 
 BIN := .venv/bin
 export PYTHON
+# Two test processes, each of which compiles most of the time: what two cores take. One file's tests
+# share compiled programs, so a file stays in one process.
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 
 help:           ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -22,10 +25,10 @@ demo: venv smollm2  ## post-train SmolLM2-135M with an NVFP4 rollout, on two CPU
 	@echo "Next: look at the page above; make compare sets five recipes side by side; README.md has the rest."
 
 test: venv      ## the tests of every mechanism, in minutes, without a network
-	$(BIN)/pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-all: venv-tasks smollm2  ## every test that needs no GPU; fetches SmolLM2-135M once
-	$(BIN)/pytest -m "not gpu" $(PYTEST_ARGS)
+	$(PYTEST) -m "not gpu" $(PYTEST_ARGS)
 
 # Fetches once and checks the SHA-256 every time, so an interrupted download is noticed.
 smollm2: venv

@@ -25,9 +25,9 @@ INTRO = """# Results
 
 {setting}.
 
-One seed an arm, so a difference between two arms' rewards is an anecdote. The gap columns rest on some {tokens}
-sampled tokens an arm: k3, the estimate of KL(rollout, trainer) in nats a token. "Step-0 gap" is before any
-update: what the recipe itself does to the same weights.
+One seed an arm, so a difference between two arms' rewards is an anecdote. The gap columns rest on some
+{tokens} sampled tokens an arm: k3, the estimate of KL(rollout, trainer) in nats a token. "Step-0 gap" is
+before any update: what the recipe itself does to the same weights.
 
 """
 

@@ -3,6 +3,7 @@
 import importlib.util
 import zlib
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,6 +41,15 @@ def _has_gpu() -> bool:
 
 def _has_tasks() -> bool:
     return all(importlib.util.find_spec(name) for name in ("reasoning_gym", "math_verify"))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Shows what the parity tests found: their figures are the point, not only that they pass."""
+    found = [report for report in terminalreporter.stats.get("passed", []) if "tests/parity" in report.nodeid]
+    texts = [report.capstdout.strip() for report in found if report.when == "call"]
+    if any(texts):
+        terminalreporter.section("parity")
+        terminalreporter.write_line("\n\n".join(text for text in texts if text))
 
 
 @pytest.fixture

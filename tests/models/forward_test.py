@@ -137,6 +137,7 @@ def test_trainable_from_equals_masking_the_gradient(remat, split, rng):
     np.testing.assert_allclose(part["final_norm"], full["final_norm"], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_frozen_layers_save_nothing_for_the_backward(rng):
     config = dataclasses.replace(TINY["llama"], num_layers=16)
     fused = models.fuse(random_params(config, rng))

@@ -32,6 +32,7 @@ def score(config, side, **options):
     )
 
 
+@pytest.mark.slow
 def test_arrays_packed_weights_and_prepared_operands_agree_bit_for_bit(rng):
     config = TINY["qwen3_moe"]
     side = side_of(config)
