@@ -89,7 +89,7 @@ def spawn(folder: Path, cache: Path) -> subprocess.Popen:
         command += ["--set", word]
     cached = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
     return subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, **cached}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command, cwd=ROOT, env={**os.environ, **cached}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
 
 
