@@ -29,7 +29,7 @@ done
 cat >&2 <<'MESSAGE'
 No usable Python >= 3.12 found (tried python3.13, python3.12, python3 and ~/.pyenv/versions/3.1[23]*).
 What to install:
-  Debian 13   sudo apt-get install python3 python3-venv
+  Debian 13   sudo apt-get install python3 python3-venv python3-dev
   Debian 12   its python3 is 3.11; install 3.12 or 3.13 beside it with pyenv:
               sudo apt-get install build-essential libssl-dev zlib1g-dev libbz2-dev libffi-dev \
                   libsqlite3-dev liblzma-dev libreadline-dev

@@ -298,6 +298,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description="parity of trainer and rollout, per recipe")
     parser.add_argument("--checkpoint", type=Path, help="a checkpoint; none: tiny random models")
     parser.add_argument("--models", nargs="*", choices=list(tiny.CONFIGS), default=list(tiny.CONFIGS))
+    parser.add_argument("--recipes", nargs="*", choices=list(tiny.RECIPES), default=list(tiny.RECIPES))
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
@@ -306,12 +307,12 @@ def main(argv: list[str]) -> None:
     if options.checkpoint:
         loaded = interchange.load(options.checkpoint, dtype="float32")
         prompts, name = checkpoint_prompts(loaded), options.checkpoint.name
-        settings = [((recipe, name), checkpoint_setting(loaded, recipe)) for recipe in tiny.RECIPES]
+        settings = [((recipe, name), checkpoint_setting(loaded, recipe)) for recipe in options.recipes]
     else:
         prompts = tiny.prompts(4)
         settings = [
             ((recipe, model), tiny_setting(recipe, model, dtype=options.dtype, order=order))
-            for model, order, recipe in itertools.product(options.models, orders, tiny.RECIPES)
+            for model, order, recipe in itertools.product(options.models, orders, options.recipes)
         ]
     rows = []
     for names, setting in settings:

@@ -39,7 +39,9 @@ def test_a_tensor_scale_is_reduced_over_the_shards(devices, axis, options):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
 
-@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize(
+    "devices", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 8]
+)
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_the_compiler_partitions_it_the_same_way(devices, axis):
     whole = fp4rl_jax.quantize(jnp.asarray(X), "nvfp4", block_shape="1x16")

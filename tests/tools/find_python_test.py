@@ -45,7 +45,7 @@ def test_none_found_says_what_to_install(tmp_path: Path) -> None:
     done = _find(tmp_path, python3_13=SHIM, python3_12=SHIM, python3=OLD)
     assert done.returncode == 1
     assert done.stdout == ""
-    assert "sudo apt-get install python3 python3-venv" in done.stderr
+    assert "sudo apt-get install python3 python3-venv python3-dev" in done.stderr
 
 
 def test_a_named_python_is_the_only_one_tried(tmp_path: Path) -> None:
