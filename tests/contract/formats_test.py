@@ -19,7 +19,7 @@ from fp4rl_jax.quantizers import Quantizer, compact
 
 MODES = [mode for name in formats.names() for mode in formats.variations(name)]
 SHAPE = (32, 256)
-slow = pytest.mark.slow  # three of its kind would take the time of ten others
+slow = pytest.mark.slow  # seconds each, and there are many: one of each kind is not slow
 each_mode = pytest.mark.parametrize("fmt", MODES, ids=str)
 each_format = pytest.mark.parametrize("fmt", [formats.make(n) for n in formats.names()], ids=lambda f: f.name)
 
@@ -110,12 +110,28 @@ def test_sizes_are_exact(fmt):
 
 
 @each_mode
-def test_jit_equals_eager_and_bfloat16_equals_float32(fmt):
+def test_bfloat16_gives_the_bytes_of_float32(fmt):
+    x = jnp.asarray(draw())
+    assert same(quantized(fmt, x.astype(jnp.bfloat16)), quantized(fmt, x))
+
+
+def jit_equals_eager(fmt):
+    """A quantizer is compiled when it is called; eager is one operation at a time."""
     x = jnp.asarray(draw())
     with jax.disable_jit():
         eager = quantized(fmt, x)
-    assert same(quantized(fmt, x), eager), "a quantizer is compiled when it is called"
-    assert same(quantized(fmt, x.astype(jnp.bfloat16)), eager)
+    assert same(quantized(fmt, x), eager)
+
+
+@each_format
+def test_jit_gives_the_bytes_of_eager(fmt):
+    jit_equals_eager(fmt)
+
+
+@slow
+@each_mode
+def test_jit_gives_the_bytes_of_eager_in_every_mode(fmt):
+    jit_equals_eager(fmt)
 
 
 def scan_and_vmap_agree(fmt):
