@@ -9,7 +9,7 @@ Weights are [N, K] = [out, in]. The three products and what each backward mode f
     reused          Q(x), Q(w)     Q_n(dy), Q(w) of fwd  Q_m(dy), Q(x) of fwd
     requantized     Q(x), Q(w)     Q_n(dy), Q_n(w)       Q_m(dy), Q_m(x)
 
-Every gradient passes straight through the quantizers (METHODS 1.2, 3.1): dw is the gradient at
+Every gradient passes straight through the quantizers (as QUADS, arXiv 2607.15810): dw is the gradient at
 the quantized weight, dx the one at the quantized activation. An operand without a quantizer is
 used as it is.
 """

@@ -9,7 +9,7 @@ from fp4rl_jax.qtensor import QTensor
 
 
 def quant_stats(x: Array, q: QTensor, *, mask: Array | None = None) -> dict[str, Sums]:
-    """Counts what was lost when `x` became `q` (METHODS 7, FP4 extras).
+    """Counts what was lost when `x` became `q`.
 
     Args:
         x: [..., K] the quantized array; its last axis is `q`'s quantized axis.

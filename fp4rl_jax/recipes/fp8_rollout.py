@@ -1,4 +1,4 @@
-"""W8A8 rollout, unquantized trainer: FlashRL's setting (METHODS 6.1) with FP8 E4M3."""
+"""W8A8 rollout, unquantized trainer: FlashRL's setting with FP8 E4M3."""
 
 import dataclasses
 

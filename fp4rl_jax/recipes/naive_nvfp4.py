@@ -1,4 +1,4 @@
-"""NVFP4 W4A4 rollout, unquantized trainer: the arm that must fail (METHODS 1.1)."""
+"""NVFP4 W4A4 rollout, unquantized trainer: the arm that must fail."""
 
 import dataclasses
 

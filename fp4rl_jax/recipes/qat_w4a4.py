@@ -1,4 +1,4 @@
-"""Symmetric quantization-aware training: NVFP4 W4A4 on both sides (METHODS 6.1, "4-bitter Lesson")."""
+"""Symmetric quantization-aware training: NVFP4 W4A4 on both sides (the "4-bitter Lesson" setting)."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""METHODS 5.5, to every printed digit: relative squared errors on three kinds of data."""
+"""The table of errors, to every printed digit: relative squared errors on three kinds of data."""
 
 import functools
 

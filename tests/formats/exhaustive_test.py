@@ -169,7 +169,7 @@ def test_fp8_inverts_every_code_and_rounds_ties_to_even():
 
 
 def test_hif4_exact_vector():
-    """METHODS 5.5: b_k = (k - 31.5) / 8 has SF .5625, E6M2 .5 (byte 188), block MSE .0205078125."""
+    """By hand: b_k = (k - 31.5) / 8 has SF .5625, E6M2 .5 (byte 188), block MSE .0205078125."""
     fmt = formats.make("hif4")
     b = jnp.asarray((np.arange(64) - 31.5) / 8, jnp.float32)
     scales = fmt.choose_scales(b, _bits.block_amax(b)[None], None)
@@ -180,7 +180,7 @@ def test_hif4_exact_vector():
 
 
 def test_mxfp4_exact_vector():
-    """METHODS 5.5: amax = 7 becomes 6 under FLOOR and 8 under RCEIL."""
+    """By hand: amax = 7 becomes 6 under FLOOR and 8 under RCEIL."""
     x = jnp.zeros(32).at[0].set(7.0)
     for rule, value in (("floor", 6.0), ("rceil", 8.0)):
         fmt = formats.make("mxfp4", scale_rule=rule)

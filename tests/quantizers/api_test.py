@@ -121,7 +121,7 @@ def test_dequantized_values_are_exact_in_bfloat16():
 
 
 def test_a_weight_is_quantized_again_to_the_same_bytes():
-    """In E4M3's normal range, with a power-of-two outer scale (DESIGN 0.3)."""
+    """In E4M3's normal range, with a power-of-two outer scale."""
     for fmt in ("nvfp4", "mxfp4"):
         q = fp4rl_jax.quantize(jax.random.normal(KEY, (64, 256)), fmt)
         again = fp4rl_jax.quantize(q.dequantize(), fmt)
