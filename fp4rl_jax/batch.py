@@ -15,6 +15,7 @@ import numpy as np
 from flax import struct
 
 from fp4rl_jax.arrays import Array, PyTree
+from fp4rl_jax.objectives.means import Weighting
 
 
 @struct.dataclass
@@ -60,6 +61,7 @@ class TrainBatch:
             update of a rollout, where they equal the current ones by definition (ratio 1).
         ref_logprobs: [B, T] float32, a frozen reference's, or None without a KL term.
         guidance: the rollout's, passed on as `hint`.
+        weighting: weights of the tokens' losses and their reduction, or None: the algorithm's own mean.
         prompt_width, group_size: static, as in `Rollouts`.
     """
 
@@ -71,6 +73,7 @@ class TrainBatch:
     old_logprobs: Array | None = None
     ref_logprobs: Array | None = None
     guidance: PyTree = None
+    weighting: Weighting | None = None
     prompt_width: int = struct.field(pytree_node=False, default=0)
     group_size: int = struct.field(pytree_node=False, default=1)
 

@@ -24,6 +24,7 @@ from fp4rl_jax.configuring import (
 from fp4rl_jax.configuring import validate as validate_sections
 from fp4rl_jax.loop.config import EvalConfig, LoopConfig
 from fp4rl_jax.models.config import ModelConfig, sites
+from fp4rl_jax.objectives.triage import TriageConfig
 from fp4rl_jax.ops.config import OpsConfig
 from fp4rl_jax.parallel.mesh import MeshConfig
 from fp4rl_jax.rollout.config import RolloutConfig
@@ -60,6 +61,7 @@ class Config:
     recipe: RecipeSection = dataclasses.field(default_factory=RecipeSection)
     algorithm: Plugin = plugin_section("fp4rl_jax.algorithms", default="grpo")
     correction: Plugin = plugin_section("fp4rl_jax.corrections", default="tis")
+    triage: TriageConfig = TriageConfig()
     task: Plugin = plugin_section("fp4rl_jax.tasks", default="arithmetic")
     trainer: TrainerConfig = TrainerConfig()
     rollout: RolloutConfig = RolloutConfig()

@@ -1,5 +1,7 @@
 """What the algorithm files share: the result type, the checks, the KL term, the batch."""
 
+from typing import Literal
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -10,19 +12,27 @@ from jax.core import Tracer
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.batch import Rollouts, TrainBatch
 from fp4rl_jax.objectives import divergences
-from fp4rl_jax.objectives.means import Sums, masked_plain_sum
+from fp4rl_jax.objectives.means import (
+    Sums,
+    masked_plain_sum,
+    masked_sequence_sum,
+    masked_sum,
+    weighted_sum,
+)
 
 
 @struct.dataclass
 class Loss:
     """What a loss returns: the numerator and denominator of a mean, and more such pairs.
 
-    The loss of a batch is `sum / max(count, 1)` after both were added over its microbatches
-    and devices; its gradient is the gradient of `sum` over the same denominator.
+    The loss of a batch is `sum / count` (1 where the count is 0) after both were added over its
+    microbatches and devices; its gradient is the gradient of `sum` over the same denominator. The
+    count depends on the batch alone, never on the log-probs.
 
     Attributes:
         sum: [] float32, differentiable.
-        count: [] int32, tokens or sequences, as the algorithm averages.
+        count: [] int32, tokens or sequences, as the algorithm averages; float32 where it is a sum of
+            weights (`reduced`).
         metrics: sums by key; `loss` repeats sum and count with the sum's rounding error kept.
             `policy_ratio` mean ratio to `old_logprobs`; `policy_clipped_share` share of tokens
             whose ratio the algorithm limited; `ref_kl` k3 to the reference, nats/token.
@@ -137,6 +147,27 @@ def _ref_kl(trainer_logprobs: Array, batch: TrainBatch, *, kl_coef: float) -> Ar
         raise ValueError(f"kl_coef is {kl_coef} but the batch has no ref_logprobs")
     gap = jnp.where(batch.loss_mask, jax.lax.stop_gradient(batch.ref_logprobs) - trainer_logprobs, 0.0)
     return divergences.k3(divergences.clamped(gap))
+
+
+def reduced(
+    token_loss: Array, batch: TrainBatch, *, mean: Literal["tokens", "sequences"], length: int | None = None
+) -> Sums:
+    """The tokens' losses as sum and denominator: the algorithm's own mean, or the batch's weighted one.
+
+    Args:
+        token_loss: [B, T] float32, correction weights and KL term included.
+        batch: its `weighting` replaces or, with reduction "algorithm", weighs the algorithm's mean.
+        mean: over all tokens, or over the sequences' means.
+        length: divides every sequence instead of its own token count.
+    """
+    weighting = batch.weighting
+    if weighting is not None and weighting.reduction != "algorithm":
+        return weighted_sum(token_loss, batch.loss_mask, weighting)
+    if weighting is not None:
+        token_loss = token_loss * jax.lax.stop_gradient(weighting.weights)
+    if mean == "tokens":
+        return masked_sum(token_loss, batch.loss_mask)
+    return masked_sequence_sum(token_loss, batch.loss_mask, length=length)
 
 
 def make_loss(

@@ -16,7 +16,6 @@ from fp4rl_jax.algorithms import _common
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.batch import Rollouts, TrainBatch
 from fp4rl_jax.objectives import advantages, policy
-from fp4rl_jax.objectives.means import masked_sequence_sum
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +68,7 @@ def loss(trainer_logprobs: Array, batch: TrainBatch, weights: Array, config: Con
     )
     token_loss = token_loss * jax.lax.stop_gradient(weights)
     token_loss = _common.with_ref_kl(token_loss, trainer_logprobs, batch, kl_coef=config.kl_coef)
-    sums = masked_sequence_sum(token_loss, batch.loss_mask)
+    sums = _common.reduced(token_loss, batch, mean="sequences")
     return _common.make_loss(sums, trainer_logprobs, batch, ratio=ratio, clipped=clipped)
 
 

@@ -16,7 +16,6 @@ from fp4rl_jax.algorithms import _common
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.batch import Rollouts, TrainBatch
 from fp4rl_jax.objectives import advantages, policy
-from fp4rl_jax.objectives.means import masked_sequence_sum
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +59,7 @@ def loss(trainer_logprobs: Array, batch: TrainBatch, weights: Array, config: Con
     ratio = jnp.exp(policy.log_ratio(trainer_logprobs, batch.old_logprobs, batch.loss_mask))
     token_loss = -ratio * batch.advantages[:, None] * jax.lax.stop_gradient(weights)
     token_loss = _common.with_ref_kl(token_loss, trainer_logprobs, batch, kl_coef=config.kl_coef)
-    sums = masked_sequence_sum(token_loss, batch.loss_mask, length=1)
+    sums = _common.reduced(token_loss, batch, mean="sequences", length=1)
     clipped = jnp.zeros_like(batch.loss_mask)
     return _common.make_loss(sums, trainer_logprobs, batch, ratio=ratio, clipped=clipped)
 

@@ -221,6 +221,7 @@ def builder(config: Config) -> Builder:
         loss=Bound(config.algorithm.module.loss, config.algorithm.config),
         weights=Bound(config.correction.module.weights, config.correction.config),
         temperature=config.rollout.temperature,
+        triage=config.triage,
     )
     return Builder(
         config=config,

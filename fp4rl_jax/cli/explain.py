@@ -44,6 +44,7 @@ def explain(config: "Config") -> str:
     ours, theirs = (precision.unquantized(model, side) for side in (sides.trainer, sides.rollout))
     parts = {
         f"Model: {models.num_parameters(model):,} parameters, {model.family}, {model.num_layers} layers": "",
+        "Loss": _loss(config),
         "Sites": precision.table(sides.trainer, sides.rollout),
         "Implementations, and why not one before them": precision.reasons(sides.trainer, sides.rollout),
         "Left unquantized by the trainer": "\n".join(ours),
@@ -51,6 +52,28 @@ def explain(config: "Config") -> str:
         "Difference": precision.difference(ours, theirs),
     }
     return "\n".join(f"{title}\n{_indented(text)}" for title, text in parts.items())
+
+
+def _loss(config: "Config") -> str:
+    """Algorithm, correction and both halves of TRIAGE, a line each."""
+    gate, repair = config.triage.gate, config.triage.repair
+    lines = [f"algorithm: {config.algorithm.name}", f"correction: {config.correction.name}"]
+    if gate.scope == "off":
+        lines.append("TRIAGE gate: off")
+    else:
+        lines.append(
+            f"TRIAGE gate: scope {gate.scope}, segments of {gate.segment} tokens, weighted mean over the "
+            + {"update": "whole update", "response": "response, then responses"}.get(
+                gate.reduction, "algorithm's own denominator"
+            )
+        )
+    if repair.scope == "off":
+        lines.append("TRIAGE repair: off")
+    else:
+        lines.append(
+            f"TRIAGE repair: scope {repair.scope}, segments of {repair.segment} tokens, coef {repair.coef}"
+        )
+    return "\n".join(lines)
 
 
 def _indented(text: str) -> str:

@@ -13,6 +13,7 @@ from fp4rl_jax.batch import TrainBatch
 from fp4rl_jax.loop.collect import Collected
 from fp4rl_jax.objectives.means import Sums, merge
 from fp4rl_jax.objectives.mismatch import mismatch_metrics
+from fp4rl_jax.objectives.triage import asymmetry_metrics, delta_of
 from fp4rl_jax.trainer import Outcome
 
 Row = dict[str, float]
@@ -51,16 +52,23 @@ def update_row(outcomes: Sequence[Outcome]) -> Row:
 def mismatch_row(
     batch: TrainBatch, old_logprobs: np.ndarray, *, clipped: Callable[[Array, Array], Array]
 ) -> Row:
-    """The gap between the sides over the whole batch, raw, before any correction; keys as in `mismatch`."""
+    """The gap between the sides over the whole batch, raw, before any correction.
+
+    Keys as in `mismatch`, and those of `triage.asymmetry_metrics`.
+    """
     rollout, mask = jnp.asarray(batch.rollout_logprobs), jnp.asarray(batch.loss_mask)
-    found = _mismatch(jnp.asarray(old_logprobs), rollout, mask, clipped=clipped)
+    advantages = jnp.asarray(batch.advantages)
+    found = _mismatch(jnp.asarray(old_logprobs), rollout, advantages, mask, clipped=clipped)
     return {name: float(value) for name, value in jax.device_get(found).items()}
 
 
 @partial(jax.jit, static_argnames="clipped")
-def _mismatch(old: Array, rollout: Array, mask: Array, *, clipped: Any) -> dict[str, Array]:
-    log_ratio = jnp.where(mask, old - rollout, 0.0)
-    return mismatch_metrics(old, rollout, mask, clipped=clipped(log_ratio, mask))
+def _mismatch(
+    old: Array, rollout: Array, advantages: Array, mask: Array, *, clipped: Any
+) -> dict[str, Array]:
+    log_ratio = delta_of(old, rollout, mask)
+    found = mismatch_metrics(old, rollout, mask, clipped=clipped(log_ratio, mask))
+    return found | asymmetry_metrics(log_ratio, advantages, mask)
 
 
 def flatten_sums(tree: Mapping[str, Any], prefix: str = "") -> Row:

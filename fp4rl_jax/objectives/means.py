@@ -16,6 +16,7 @@ that is sharded over devices.
 
 from collections.abc import Mapping
 from functools import reduce
+from typing import Literal
 
 import chex
 import jax
@@ -24,6 +25,8 @@ from flax import struct
 
 from fp4rl_jax.arrays import Array
 
+Reduction = Literal["update", "response", "algorithm"]
+
 
 @struct.dataclass
 class Sums:
@@ -31,7 +34,7 @@ class Sums:
 
     Attributes:
         total: [] float32, the sum, rounded once.
-        count: [] int32, how many terms it has.
+        count: [] int32, how many terms it has; float32 where the terms are weighted.
         carry: [] float32, what `total` lost to rounding (at most half an ulp of it).
     """
 
@@ -40,8 +43,12 @@ class Sums:
     carry: Array | float = 0.0
 
     def mean(self) -> Array:
-        """[] float32, the mean; 0 where there is no term (the denominator is max(count, 1))."""
-        return (self.total + self.carry) / jnp.maximum(self.count, 1)
+        """[] float32, the mean; 0 where there is no term."""
+        return (self.total + self.carry) / self.denominator()
+
+    def denominator(self) -> Array:
+        """The count, or 1 where it is 0; weighted counts between 0 and 1 stay as they are."""
+        return jnp.where(self.count > 0, self.count, 1)
 
     def __add__(self, other: "Sums") -> "Sums":
         """The sums of both parts together."""
@@ -136,6 +143,44 @@ def masked_sequence_sum(values: Array, mask: Array, *, length: int | None = None
     divisor = jnp.maximum(tokens, 1) if length is None else jnp.full_like(tokens, length)
     kept = jnp.where(mask, values, 0.0).astype(jnp.float32)
     return _sums(kept / divisor[:, None], jnp.sum(tokens > 0, dtype=jnp.int32))
+
+
+@struct.dataclass
+class Weighting:
+    """Weights of a loss's tokens, and over what the weighted mean is taken.
+
+    Attributes:
+        weights: [B, T] float32, >= 0, without gradient; 1 where nothing is changed.
+        reduction: static. "update": sum of w l over sum of w, over the whole update; "response":
+            that quotient per row, then the mean over rows; "algorithm": the algorithm's own
+            denominator, the numerator alone is weighted.
+    """
+
+    weights: Array
+    reduction: Reduction = struct.field(pytree_node=False, default="update")
+
+
+def weighted_sum(values: Array, mask: Array, weighting: Weighting) -> Sums:
+    """`values` [B, T] reduced as `weighting` says, for the reductions "update" and "response".
+
+    Returns:
+        Sums whose count is the float32 sum of the weights ("update"), or the int32 number of rows that
+        have a token ("response").
+
+    Raises:
+        ValueError: the reduction is "algorithm", which has no denominator of its own.
+    """
+    chex.assert_equal_shape([values, mask, weighting.weights])
+    chex.assert_type(mask, bool)
+    weights = jax.lax.stop_gradient(jnp.where(mask, weighting.weights, 0.0)).astype(jnp.float32)
+    kept = weights * jnp.where(mask, values, 0.0).astype(jnp.float32)
+    if weighting.reduction == "update":
+        return _sums(kept, jnp.sum(weights))
+    if weighting.reduction == "response":
+        each = jnp.sum(weights, axis=1, keepdims=True)
+        rows = jnp.sum(jnp.any(mask, axis=1), dtype=jnp.int32)
+        return _sums(kept / jnp.where(each > 0, each, 1.0), rows)
+    raise ValueError(f"reduction {weighting.reduction!r} has no denominator: expected 'update' or 'response'")
 
 
 def row_means(values: Array, mask: Array) -> Array:

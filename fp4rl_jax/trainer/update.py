@@ -18,7 +18,9 @@ from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.batch import Rollouts, TrainBatch
 from fp4rl_jax.models import logprobs
 from fp4rl_jax.objectives.means import Sums, summed
+from fp4rl_jax.objectives.triage import TriageConfig
 from fp4rl_jax.ops.spec import Side
+from fp4rl_jax.trainer import terms
 from fp4rl_jax.trainer.backbone import backbone, with_backbone
 from fp4rl_jax.trainer.config import TrainerConfig
 from fp4rl_jax.trainer.optim import optimizer, schedule
@@ -46,6 +48,7 @@ class Learner:
         model, side, config, subset: the model, its numerics, the trainer's settings, what trains.
         loss, weights: the algorithm's loss and the correction's weights, as frozen callables.
         temperature: the sampling temperature that log-probs are taken at.
+        triage: the Gate on the loss and the Repair term, both off by default.
     """
 
     model: models.ModelConfig
@@ -55,6 +58,7 @@ class Learner:
     loss: LossFn
     weights: WeightsFn
     temperature: float = 1.0
+    triage: TriageConfig = TriageConfig()
 
 
 @struct.dataclass
@@ -67,7 +71,7 @@ class Outcome:
         lr: [] float32, of this update.
         trainer_logprobs: [B, T] float32, nats, with the parameters before the update.
         entropy: Sums of the policy's entropy over the loss mask, nats.
-        metrics: the algorithm's, by name, as Sums.
+        metrics: the algorithm's and TRIAGE's, by name, as Sums.
         applied: [] bool, False where the update was skipped as non-finite.
         finite_rows: [B] bool, log-probs and the gradient of the row's microbatch are finite.
         finite_leaves: by path, [] bool, the gradient leaf is finite.
@@ -104,7 +108,7 @@ def update(
     base = _backbone(state, learner) if base is None else base
     shares = _microbatches(batch, learner.config.microbatch_rows)
     grads, parts = _accumulate(state, base, shares, learner)
-    count = jnp.maximum(jnp.sum(parts.count), 1.0)
+    count = _divisor(jnp.sum(parts.count))
     grads = jax.tree.map(lambda g: g / count, grads)
     loss = jnp.sum(parts.total) / count
     metrics = summed(parts.metrics | {"entropy": parts.entropy})
@@ -190,13 +194,42 @@ def _backbone(state: TrainState, learner: Learner) -> PyTree:
     return backbone(state.frozen, model=learner.model, side=learner.side)
 
 
+def _divisor(count: Array) -> Array:
+    """1 where there is no term; a sum of weights below 1 stays as it is."""
+    return jnp.where(count > 0, count, 1.0)
+
+
+def _denominators(shares: TrainBatch, learner: Learner) -> terms.Denominators:
+    """Those of the whole update, from the stacked microbatches; see `terms`."""
+    segments = terms.num_segments(shares, learner.triage)
+    if not terms.adds_terms(learner.triage) or shares.tokens.shape[0] == 1:
+        return terms.Denominators(loss=None, segments=segments)
+
+    def count(share: TrainBatch) -> Array:
+        blank = jnp.zeros(share.tokens.shape, jnp.float32)
+        return learner.loss(blank, share, blank).count.astype(jnp.float32)
+
+    return terms.Denominators(loss=jnp.sum(jax.lax.map(count, shares)), segments=segments)
+
+
+def _gate_ahead(shares: TrainBatch, fused: Any, learner: Learner) -> TrainBatch:
+    """Attaches the Gate's weights to every microbatch where the update's count depends on them."""
+    if not terms.needs_scores(learner.triage, num_microbatches=shares.tokens.shape[0]):
+        return shares
+    return jax.lax.map(
+        lambda share: terms.gated(share, _score(fused, share, learner).logprobs, learner.triage), shares
+    )
+
+
 def _accumulate(state: TrainState, base: PyTree, shares: TrainBatch, learner: Learner) -> tuple[Flat, _Parts]:
     """Sums the gradients of the loss sums over microbatches, in order."""
     frozen, base = jax.lax.stop_gradient((state.frozen, base))
+    shares = _gate_ahead(shares, with_backbone(models.fuse(state.params), base), learner)
+    denominators = _denominators(shares, learner)
 
     def loss_sum(trainable: Flat, share: TrainBatch) -> tuple[Array, _Parts]:
         fused = with_backbone(models.fuse(merge(trainable, frozen)), base)
-        return _loss(_score(fused, share, learner), share, learner)
+        return _loss(_score(fused, share, learner), share, learner, denominators)
 
     def step(grads: Flat, share: TrainBatch) -> tuple[Flat, _Parts]:
         (_, parts), new = jax.value_and_grad(loss_sum, has_aux=True)(state.trainable, share)
@@ -208,26 +241,32 @@ def _accumulate(state: TrainState, base: PyTree, shares: TrainBatch, learner: Le
     return jax.lax.scan(step, zeros, shares)
 
 
-def _loss(scores: logprobs.Scores, share: TrainBatch, learner: Learner) -> tuple[Array, _Parts]:
+def _loss(
+    scores: logprobs.Scores, share: TrainBatch, learner: Learner, denominators: terms.Denominators
+) -> tuple[Array, _Parts]:
     assert scores.entropy is not None  # asked for
     chex.assert_equal_shape([scores.logprobs, scores.entropy, share.loss_mask])
     current = jax.lax.stop_gradient(scores.logprobs)
     old = current if share.old_logprobs is None else share.old_logprobs
     log_ratio = jnp.where(share.loss_mask, old - share.rollout_logprobs, 0.0)
     weights = jax.lax.stop_gradient(learner.weights(log_ratio, share.loss_mask))
+    share = terms.gated(share, current, learner.triage)
     found = learner.loss(scores.logprobs, share, weights)
+    extra, extra_metrics = terms.added(share, scores.logprobs, learner.triage, denominators)
+    count = found.count.astype(jnp.float32)
+    total = found.sum + extra * (count if denominators.loss is None else denominators.loss)
     parts = _Parts(
-        total=found.sum,
-        count=found.count.astype(jnp.float32),
+        total=total,
+        count=count,
         logprobs=current,
         entropy=Sums(
             total=jnp.sum(jnp.where(share.loss_mask, jax.lax.stop_gradient(scores.entropy), 0.0)),
             count=jnp.sum(share.loss_mask, dtype=jnp.int32),
         ),
-        metrics=found.metrics,
+        metrics=found.metrics | extra_metrics,
         finite_grads=jnp.array(True),
     )
-    return found.sum, parts
+    return total, parts
 
 
 def _apply(state: TrainState, grads: Flat, applied: Array, learner: Learner) -> TrainState:

@@ -10,7 +10,7 @@ import pytest
 
 from fp4rl_jax import algorithms, plugins
 from fp4rl_jax.batch import Rollouts
-from fp4rl_jax.objectives.means import merge
+from fp4rl_jax.objectives.means import Weighting, merge
 
 NAMES = plugins.names(algorithms)
 PROMPTS, GROUP, PROMPT_WIDTH, WIDTH = 4, 4, 2, 6
@@ -198,6 +198,41 @@ def test_second_call_does_not_recompile(name):
     before = _learn(module)._cache_size()
     _learn(module)(logprobs + 1, batch, weights, dataclasses.replace(config))
     assert before >= 1 and _learn(module)._cache_size() == before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_of_tokens_reach_the_loss(name):
+    """TRIAGE's Gate and whatever else weighs tokens composes with every algorithm."""
+    module, config, batch, logprobs, weights = _case(name)
+    plain, plain_grad = _learn(module)(logprobs, batch, weights, config)
+
+    def weighed(values, reduction):
+        weighting = Weighting(weights=jnp.asarray(values, jnp.float32), reduction=reduction)
+        return _learn(module)(logprobs, batch.replace(weighting=weighting), weights, config)
+
+    shape = batch.tokens.shape
+    ones, ones_grad = weighed(np.ones(shape), "algorithm")
+    assert (float(ones.sum), int(ones.count)) == (float(plain.sum), int(plain.count))
+    np.testing.assert_array_equal(ones_grad, plain_grad)
+    gate = np.where(np.arange(shape[0])[:, None] % 2, 0.25, 0.0) * np.ones(shape)
+    half, half_grad = weighed(gate, "algorithm")
+    assert int(half.count) == int(plain.count)
+    np.testing.assert_array_equal(half_grad, gate.astype(np.float32) * plain_grad)
+    mean, mean_grad = weighed(gate, "update")  # a plain mean over the tokens of every second row
+    kept = int(np.sum(batch.loss_mask[1::2]))
+    assert float(mean.count) == 0.25 * kept
+    same, same_grad = weighed(4 * gate, "update")
+    assert float(same.count) == kept and float(same.sum) == 4 * float(mean.sum)
+    np.testing.assert_array_equal(same_grad, 4 * mean_grad)
+    assert not np.any(same_grad[::2]) and np.any(same_grad[1::2])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_count_depends_on_the_batch_alone(name):
+    module, config, batch, logprobs, weights = _case(name)
+    loss, _ = _learn(module)(logprobs, batch, weights, config)
+    blank, _ = _learn(module)(jnp.zeros_like(logprobs), batch, jnp.zeros_like(weights), config)
+    assert int(blank.count) == int(loss.count)
 
 
 @pytest.mark.parametrize("name", NAMES)
