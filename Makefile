@@ -44,4 +44,4 @@ lint: venv      ## ruff (format and rules), pyright, import ranks
 	$(BIN)/pytest -q tests/layering_test.py
 
 clean:          ## remove .venv and caches; keeps models/ and runs/
-	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv build dist .cache .pytest_cache .ruff_cache .hypothesis *.egg-info

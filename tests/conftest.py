@@ -2,6 +2,7 @@
 
 import importlib.util
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,12 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 ROOT = Path(__file__).parent.parent
 SMOLLM2 = ROOT / "models" / "smollm2"
+
+# Compiling is most of what the tests do. Compiled programs are kept between runs under a key of
+# their HLO, compiler version and flags, so `make test-all` after `make test` compiles what is new.
+jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,6 +57,17 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if any(texts):
         terminalreporter.section("parity")
         terminalreporter.write_line("\n\n".join(text for text in texts if text))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _drop_programs() -> Iterator[None]:
+    """Lets go of a file's compiled programs after it.
+
+    Each maps memory of its own, and a process that holds those of the whole suite meets the
+    kernel's limit on the number of mappings (`vm.max_map_count`).
+    """
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture
