@@ -151,8 +151,9 @@ class Format:
         scale = _bits.from_float(self.block_scale(scales))
         if outer_scale is not None:
             scale = _bits.multiply(scale, _bits.from_float(outer_scale))
-        exponent, unit = once((_bits.exponent(scale)[..., None], _bits.unit(scale)[..., None]))
-        return GridBracket(self.grid, _bits.scaled(_bits.from_float(x), exponent), unit)
+        scale = once(scale[..., None])
+        magnitude = _bits.scaled(_bits.from_float(x), _bits.exponent(scale))
+        return GridBracket(self.grid, magnitude, _bits.unit(scale))
 
     def encode(
         self,

@@ -14,12 +14,10 @@ from tests.models.helpers import plain_side, ragged_batch
 from tests.models.oracle import TINY, random_params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "mesh"),
-    [
-        ("llama", MeshConfig(data=2, tensor=2)),
-        pytest.param("qwen3_moe", MeshConfig(fsdp=2, tensor=2), marks=pytest.mark.slow),
-    ],
+    [("llama", MeshConfig(data=2, tensor=2)), ("qwen3_moe", MeshConfig(fsdp=2, tensor=2))],
 )
 def test_four_devices_equal_one(family, mesh, rng):
     config = dataclasses.replace(TINY[family], vocab_size=64)

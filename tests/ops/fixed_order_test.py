@@ -160,6 +160,7 @@ def block_weights(rng: np.random.Generator):
     return tuple(jnp.asarray(rng.normal(size=s) * 0.2, jnp.float32) for s in shapes)
 
 
+@pytest.mark.slow
 def test_a_stack_of_layers_stands_alone_by_row_and_under_remat(rng: np.random.Generator) -> None:
     """The surrounding program (jit, scan, checkpoint, gradient) does not reach a row's bits."""
     weights = block_weights(rng)

@@ -84,7 +84,7 @@ def plain_loss(params, batch: TrainBatch):
 
 def test_update_equals_the_straight_line_form():
     learner, params, batch = make_learner(), make_params(), make_batch()
-    (loss, logprobs), grads = jax.value_and_grad(plain_loss, has_aux=True)(params, batch)
+    (loss, logprobs), grads = jax.jit(jax.value_and_grad(plain_loss, has_aux=True))(params, batch)
     state = init_state(params, learner.subset, learner.config)
     new, outcome = jax.jit(update, static_argnames="learner")(state, batch, learner=learner)
     np.testing.assert_allclose(outcome.loss, loss, rtol=2e-5)
@@ -108,7 +108,13 @@ def test_the_ratio_is_exactly_one_at_the_first_update():
     assert float(outcome.metrics["policy_clipped_share"].total) == 0.0
 
 
-@pytest.mark.parametrize("recipe", [bf16, qat_w4a16, qat_w4a4], ids=lambda r: r.__name__.split(".")[-1])
+def _slow_but(fast, *recipes):
+    """Parameters named by recipe; all but `fast` run with `make test-all`."""
+    name = lambda recipe: recipe.__name__.split(".")[-1]  # noqa: E731
+    return [pytest.param(r, id=name(r), marks=() if r is fast else pytest.mark.slow) for r in recipes]
+
+
+@pytest.mark.parametrize("recipe", _slow_but(qat_w4a4, bf16, qat_w4a16, qat_w4a4))
 def test_the_backbone_changes_no_bit(recipe):
     learner = make_learner(recipe, dtype="bfloat16", trainable=("layers/[12]/*",))
     state, batch = init_state(make_params(), learner.subset, learner.config), make_batch()
@@ -170,7 +176,8 @@ def _two_splits(recipe, order, dtype):
     return found
 
 
-@pytest.mark.parametrize("recipe", [qat_w4a4, qat_w4a16], ids=lambda r: r.__name__.split(".")[-1])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", _slow_but(None, qat_w4a4, qat_w4a16))
 def test_microbatches_do_not_change_the_logprobs_in_fixed_order(recipe):
     (_, whole), *parts = _two_splits(recipe, "fixed", "bfloat16")
     for _, outcome in parts:
