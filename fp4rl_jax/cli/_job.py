@@ -16,12 +16,15 @@ from fp4rl_jax.batch import Rollouts
 from fp4rl_jax.config import Config
 from fp4rl_jax.data import Prompts
 from fp4rl_jax.loop import Bound, Collector, Job, Parts
+from fp4rl_jax.loop.record import residual_row
+from fp4rl_jax.ops.cost import residual_cost
 from fp4rl_jax.ops.spec import Side
 from fp4rl_jax.rollout import (
     Evaluation,
     Evaluator,
     Published,
     SamplingConfig,
+    calibrate,
     compare_checksums,
     evaluate,
     publish,
@@ -93,9 +96,28 @@ class Builder:
             return models.init_params(self.model, jax.random.fold_in(self.key, 0))
         return interchange.load(self.config.model.path, dtype=self.config.trainer.master_dtype).params
 
-    def state(self) -> TrainState:
-        """The first state."""
-        return init_state(self.params(), self.learner.subset, self.config.trainer)
+    def state(self, data: Prompts | None = None) -> TrainState:
+        """The first state; `data` gives the prompts of the first batch where the rollout calibrates."""
+        state = init_state(self.params(), self.learner.subset, self.config.trainer)
+        if data is None or not calibrate.is_needed(self.sides.rollout):
+            return state
+        place = data.get_state()
+        prompts, mask = self.encode(next(data))
+        data.set_state(place)
+        found = calibrate.first(
+            state.params, jnp.asarray(prompts), jnp.asarray(mask), config=self.model, side=self.sides.rollout
+        )
+        return dataclasses.replace(state, calibration=found)
+
+    def template(self) -> TrainState:
+        """Shapes of the state, to restore a checkpoint into."""
+        shapes = models.abstract_params(self.model)
+        state = abstract_state(shapes, self.learner.subset, self.config.trainer)
+        side = self.sides.rollout
+        if not calibrate.is_needed(side):
+            return state
+        empty = jax.eval_shape(lambda: calibrate.empty(self.model, side))
+        return dataclasses.replace(state, calibration=empty)
 
     def parts(self, data: Prompts, state: TrainState) -> Parts:
         """The parts of a step, for a run whose frozen parameters are those of `state`."""
@@ -112,12 +134,36 @@ class Builder:
             reference=self.reference(base),
             base=base,
             key=jax.random.fold_in(self.key, 1),
+            observe=self.observe if calibrate.is_observed(self.sides.rollout) else None,
+            renew=partial(calibrate.renewed, side=self.sides.rollout)
+            if calibrate.is_needed(self.sides.rollout)
+            else None,
+        )
+
+    def observe(self, published: Published, rollouts: Rollouts) -> tuple[Any, dict[str, float]]:
+        """Looks at the rollout's activations on one completion of every group."""
+        every = rollouts.group_size
+        seen, recovered = calibrate.observe(
+            published,
+            rollouts.tokens[::every],
+            rollouts.token_mask[::every],
+            config=self.model,
+            side=self.sides.rollout,
+        )
+        return seen, residual_row(recovered) | residual_cost(
+            self.sides.rollout, models.site_shapes(self.model)
         )
 
     def publish(self, state: TrainState) -> Published:
         """Publishes the state's parameters and holds both sides' weight codes against each other."""
         params, sides = state.params, self.sides
-        published = publish(params, config=self.model, side=sides.rollout, version=state.params_version)
+        published = publish(
+            params,
+            config=self.model,
+            side=sides.rollout,
+            version=state.params_version,
+            calibration=state.calibration,
+        )
         ours = weight_checksums(params, config=self.model, side=sides.trainer)
         compare_checksums(published.checksums, ours, rollout_side=sides.rollout, trainer_side=sides.trainer)
         return published
@@ -249,8 +295,8 @@ def job(config: Config, directory: RunDirectory) -> Job:
     return Job(
         directory=directory,
         steps=config.loop.steps,
-        make_state=made.state,
-        template=abstract_state(models.abstract_params(made.model), made.learner.subset, config.trainer),
+        make_state=partial(made.state, data),
+        template=made.template(),
         make_parts=partial(made.parts, data),
         data=data,
         evaluate=made.evaluation(),

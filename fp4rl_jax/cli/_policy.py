@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 from absl import flags
 
 from fp4rl_jax import interchange, models, plugins, recipes
@@ -10,8 +11,20 @@ from fp4rl_jax.arrays import DTYPES
 from fp4rl_jax.cli import _flags
 from fp4rl_jax.models import ModelConfig
 from fp4rl_jax.ops.spec import Side
-from fp4rl_jax.rollout import Published, SamplingConfig, publish
-from fp4rl_jax.text import Tokenizer
+from fp4rl_jax.rollout import Published, SamplingConfig, calibrate, publish
+from fp4rl_jax.text import Tokenizer, encode_prompts
+
+#: What a recipe that calibrates looks at here, where there is no first batch: one chat each.
+CALIBRATION_PROMPTS = tuple(
+    [{"role": "user", "content": text}]
+    for text in (
+        "What is 7 + 15? Answer with the number only.",
+        "Write one sentence about the sea.",
+        "def add(a, b): what does this function return?",
+        "Name three colours and three animals.",
+    )
+)
+CALIBRATION_WIDTH = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +65,11 @@ def load(values: flags.FlagValues) -> Policy:
     loaded = interchange.load(_flags.get(values, "model", str), dtype="float32")
     spec = module.rollout(module.Config())
     side = Side(specs=spec.resolve(models.sites(loaded.config)), dtype=dtype, kv=spec.kv)
-    published = publish(loaded.params, config=loaded.config, side=side, version=0)
+    prompts, mask = encode_prompts(loaded.tokenizer, CALIBRATION_PROMPTS, width=CALIBRATION_WIDTH)
+    calibration = calibrate.first(
+        loaded.params, jnp.asarray(prompts), jnp.asarray(mask), config=loaded.config, side=side
+    )
+    published = publish(loaded.params, config=loaded.config, side=side, version=0, calibration=calibration)
     return Policy(
         published=published, config=loaded.config, side=side, tokenizer=loaded.tokenizer, recipe=recipe
     )

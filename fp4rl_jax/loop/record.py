@@ -14,6 +14,7 @@ from fp4rl_jax.loop.collect import Collected
 from fp4rl_jax.objectives.means import Sums, merge
 from fp4rl_jax.objectives.mismatch import mismatch_metrics
 from fp4rl_jax.objectives.triage import asymmetry_metrics, delta_of
+from fp4rl_jax.ops.inputs import Recovered
 from fp4rl_jax.trainer import Outcome
 
 Row = dict[str, float]
@@ -69,6 +70,31 @@ def _mismatch(
     log_ratio = delta_of(old, rollout, mask)
     found = mismatch_metrics(old, rollout, mask, clipped=clipped(log_ratio, mask))
     return found | asymmetry_metrics(log_ratio, advantages, mask)
+
+
+def residual_row(recovered: Mapping[str, Recovered]) -> Row:
+    """What the rollout's residual gives back, a site and a layer: error energy and underflow.
+
+    Args:
+        recovered: site -> sums with [L] leaves.
+    """
+    row: Row = {}
+    for site, found in jax.device_get(dict(recovered)).items():
+        row |= _recovered_shares(jax.tree.map(np.sum, found), f"residual/{site}")
+        for number in range(found.signal.shape[0]):
+            layer = jax.tree.map(lambda leaf, n=number: leaf[n], found)
+            row |= _recovered_shares(layer, f"residual/{site}/layer_{number:02d}")
+    return row
+
+
+def _recovered_shares(found: Recovered, prefix: str) -> Row:
+    signal, nonzero = max(float(found.signal), 1e-30), max(int(found.nonzero), 1)
+    return {
+        f"{prefix}/energy_before": float(found.error_before) / signal,
+        f"{prefix}/energy_after": float(found.error_after) / signal,
+        f"{prefix}/underflow_before": int(found.zero_before) / nonzero,
+        f"{prefix}/underflow_after": int(found.zero_after) / nonzero,
+    }
 
 
 def flatten_sums(tree: Mapping[str, Any], prefix: str = "") -> Row:

@@ -32,6 +32,9 @@ class Parts:
         prepare: the algorithm's, (rollouts, rewards, ref_logprobs or None) -> TrainBatch.
         clipped: the correction's, (log_ratio, loss_mask) -> [B, T] bool.
         reference: (rollouts) -> ref_logprobs [B, T], or None where no term needs them.
+        observe: (published, rollouts) -> what was seen of the rollout's activations, and its metrics;
+            None where no recipe asks.
+        renew: (calibration, seen) -> the calibration of the next version.
         base: the trainer's `backbone`.
         key: root key of the run.
     """
@@ -44,6 +47,8 @@ class Parts:
     reference: Callable[[Rollouts], Array] | None
     base: PyTree
     key: Array
+    observe: Callable[[Any, Rollouts], tuple[PyTree, record.Row]] | None = None
+    renew: Callable[[PyTree, PyTree], PyTree] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,6 +88,12 @@ def train_step(state: TrainState, number: int, parts: Parts) -> tuple[TrainState
     clock.lap("publish")
     collected = collect(published, jax.random.fold_in(parts.key, number), parts.collector)
     clock.lap("rollout")
+    seen_row: record.Row = {}
+    if parts.observe is not None:
+        seen, seen_row = parts.observe(published, collected.rollouts)
+        if parts.renew is not None:
+            state = dataclasses.replace(state, calibration=parts.renew(state.calibration, seen))
+        clock.lap("observe")
     reference = None
     if parts.reference is not None:
         reference = jax.block_until_ready(parts.reference(collected.rollouts))
@@ -93,6 +104,7 @@ def train_step(state: TrainState, number: int, parts: Parts) -> tuple[TrainState
     row = record.rollout_row(collected) | record.update_row(learned.outcomes)
     row |= record.mismatch_row(batch, learned.old_logprobs, clipped=parts.clipped)
     row |= record.flatten_sums({"weights": published.stats}, "quant/")
+    row |= seen_row
     row |= clock.row(collected.sampled_tokens)
     row["params_version"] = float(int(collected.rollouts.params_version))
     problems = tuple(_problems(number, learned.outcomes, collected))

@@ -13,6 +13,7 @@ from fp4rl_jax.models.params import (
     map_stacks,
     prepare,
     shardings,
+    site_shapes,
     split_layers,
 )
 from fp4rl_jax.models.sequences import KV, cache_width, new_cache, positions_of
@@ -45,6 +46,7 @@ __all__ = [
     "prepare",
     "score",
     "shardings",
+    "site_shapes",
     "sites",
     "split_layers",
     "tempered",

@@ -19,9 +19,11 @@ from fp4rl_jax.models import rope
 from fp4rl_jax.models.config import ModelConfig
 from fp4rl_jax.models.numerics import add, round_to, settle, sum_last
 from fp4rl_jax.models.params import SITE_PATHS
-from fp4rl_jax.ops.spec import HIGH_PRECISION, MatmulSpec, Order, Side
+from fp4rl_jax.ops.inputs import input_stats
+from fp4rl_jax.ops.spec import HIGH_PRECISION, MatmulSpec, Order, Side, SiteSpecs
 
-Stats = Literal["off", "on"]
+#: "on" counts what quantization loses; specs make the statistics of inputs that those specs ask for.
+Stats = Literal["off", "on"] | SiteSpecs
 
 _SITE_INDEX = {site: index for index, site in enumerate(SITE_PATHS)}
 
@@ -93,7 +95,9 @@ class SiteCalls:
 
     def _observe(self, site: str, x: Array, weight: Any, *, mask: Array) -> MatmulSpec:
         spec = self.side.specs[site]
-        if self.stats == "on":
+        if isinstance(self.stats, SiteSpecs):
+            self.found[site] = input_stats(x, weight, self.stats[site], mask=mask)
+        elif self.stats == "on":
             self.found[site] = site_stats(x, weight, spec, mask=mask, key=self._key(site))
         return spec
 
@@ -108,7 +112,7 @@ def site_stats(x: Array, weight: Any, spec: MatmulSpec, *, mask: Array, key: Arr
     if spec.act is not None:
         x = jax.lax.stop_gradient(x)
         q = spec.act.quantize(x, axis=-1, key=_fold(key, 0))
-        found["act"] = ops.quant_stats(x, q, mask=mask)
+        found["act"] = ops.quant_stats(spec.act.seen(x), q, mask=mask)
     if spec.weight is not None and isinstance(weight, jax.Array):
         weight = jax.lax.stop_gradient(weight)
         found["weight"] = ops.quant_stats(weight, ops.quantize_weight(weight, spec.weight, key=_fold(key, 1)))

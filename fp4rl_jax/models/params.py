@@ -288,6 +288,18 @@ def map_sites(function: Callable[[str, Any], Any], fused: PyTree) -> PyTree:
     return {**fused, "layers": map_stacks(one, fused["layers"])}
 
 
+def site_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every site's stacked weight, [L, N, K] or [L, E, N, K]."""
+    found: dict[str, tuple[int, ...]] = {}
+
+    def one(site: str, weight: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        found[site] = weight.shape
+        return weight
+
+    map_sites(one, jax.eval_shape(fuse, abstract_params(config)))
+    return found
+
+
 def head_weight(params: PyTree) -> Any:
     """The output head [V, D] of a master or fused tree: its own leaf, or the tied embedding."""
     return params["head"] if "head" in params else params["embed"]

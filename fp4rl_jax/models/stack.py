@@ -10,7 +10,7 @@ from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.models.blocks import Attend, SiteCalls, Stats, Tokens, layer
 from fp4rl_jax.models.config import ModelConfig
 from fp4rl_jax.models.params import num_stacked
-from fp4rl_jax.ops.spec import Side
+from fp4rl_jax.ops.spec import Side, SiteSpecs
 
 Remat = Literal["none", "layer"]
 
@@ -114,7 +114,10 @@ def run_layers(
     hint: PyTree,
     trainable_from: int,
 ) -> tuple[Array, PyTree, PyTree, PyTree]:
-    """Runs all layers; returns (x, state, kept stacked over L, stats summed over L)."""
+    """Runs all layers; returns (x, state, kept stacked over L, stats).
+
+    Counts are summed over L, statistics of inputs are stacked over L.
+    """
     keys = None if key is None else jax.random.split(key, run.config.num_layers)
     everything = (extra, keys, hint or {})
     carry, kept, stats = (x, state), [], []
@@ -124,7 +127,10 @@ def run_layers(
         step = run.frozen if piece.frozen else run.trained
         carry, (kept_here, stats_here) = step(carry, piece, scanned)
         kept.append(kept_here)
-        stats.append(jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), stats_here))
-    total = jax.tree.map(lambda *parts: sum(parts[1:], start=parts[0]), *stats)
+        stats.append(stats_here)
+    if isinstance(run.stats, SiteSpecs):
+        total = jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats)
+    else:
+        total = jax.tree.map(lambda *parts: sum(jnp.sum(part, axis=0) for part in parts), *stats)
     joined = jax.tree.map(lambda *parts: parts[0] if len(parts) == 1 else jnp.concatenate(parts), *kept)
     return carry[0], carry[1], joined, total

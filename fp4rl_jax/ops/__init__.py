@@ -4,7 +4,15 @@ from fp4rl_jax.ops.attention import attention
 from fp4rl_jax.ops.grouped import grouped_matmul
 from fp4rl_jax.ops.matmul import matmul
 from fp4rl_jax.ops.norms import rms_norm
-from fp4rl_jax.ops.operands import Prepared, prepare, prepare_weight, quantize_weight
+from fp4rl_jax.ops.operands import (
+    Calibrated,
+    Prepared,
+    calibrated_weight,
+    prepare,
+    prepare_weight,
+    quantize_weight,
+    smoothed_weight,
+)
 from fp4rl_jax.ops.report import SiteReport, report
 from fp4rl_jax.ops.rounding import pointwise
 from fp4rl_jax.ops.segments import Segment
@@ -13,6 +21,7 @@ from fp4rl_jax.ops.stats import quant_stats
 
 __all__ = [
     "HIGH_PRECISION",
+    "Calibrated",
     "MatmulSpec",
     "Prepared",
     "Segment",
@@ -21,6 +30,7 @@ __all__ = [
     "SiteReport",
     "SiteSpecs",
     "attention",
+    "calibrated_weight",
     "grouped_matmul",
     "matmul",
     "pointwise",
@@ -30,4 +40,5 @@ __all__ = [
     "quantize_weight",
     "report",
     "rms_norm",
+    "smoothed_weight",
 ]

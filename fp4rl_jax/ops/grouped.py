@@ -1,9 +1,11 @@
 """The quantized matmul of a mixture of experts: one weight for each run of sorted rows.
 
 Backward: the modes of `matmul` (see the table there). Where wgrad quantizes along the rows, a
-block at the border of two experts holds rows of both.
+block at the border of two experts holds rows of both, unless `rotation` is on: then every expert's
+rows begin at a multiple of 16.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -15,15 +17,19 @@ from fp4rl_jax.ops import machine as machines
 from fp4rl_jax.ops.matmul import (
     Operand,
     Plan,
+    check_calibrated,
     decoded_operands,
     dgrad_operands,
     fold_key,
     to_save,
+    unrotated,
     wgrad_operands,
 )
-from fp4rl_jax.ops.operands import Prepared, decode, operand_dtype
+from fp4rl_jax.ops.operands import Calibrated, Prepared, decode, operand_dtype
 from fp4rl_jax.ops.rounding import settle
 from fp4rl_jax.ops.spec import HIGH_PRECISION, MatmulSpec, Order
+from fp4rl_jax.quantizers import hadamard
+from fp4rl_jax.quantizers.residual import placed
 
 
 def grouped_matmul(
@@ -52,6 +58,7 @@ def grouped_matmul(
     """
     if x.ndim != 2 or w.ndim != 3 or x.shape[-1] != w.shape[-1]:
         raise ValueError(f"x {x.shape} and w {w.shape} do not form [M, K] @ [E, N, K].T")
+    check_calibrated(spec, w)
     plan = Plan(
         spec=spec,
         order=order,
@@ -67,12 +74,24 @@ def _grouped(plan: Plan, x: Array, w: Operand, group_sizes: Array, key, hint) ->
 
 
 def _forward(plan: Plan, x: Array, w: Operand, group_sizes: Array, key, hint):
-    x_d, w_d = decoded_operands(plan, x, w, key=key, hint=hint)
-    y = kernels.grouped_matmul(x_d.operand, w_d.operand, group_sizes, order=plan.order)
-    y = _times_scales(y, x_d, w_d, group_sizes)
+    x_d, r_d, w_d = operands = decoded_operands(plan, x, w, key=key, hint=hint)
+    assert isinstance(w_d, Prepared)
+    y = _scaled_product(plan, x_d, w_d, group_sizes)
+    if r_d is not None:
+        if r_d.shape[-1] < x.shape[-1]:
+            assert isinstance(w, Calibrated) and w.columns is not None
+            r_d = dataclasses.replace(r_d, operand=placed(r_d.operand, w.columns, x.shape))
+        y = y + _scaled_product(plan, r_d, w_d, group_sizes)
     if plan.order == "fixed":
         y = jax.lax.optimization_barrier(y)
-    return settle(y, jnp.dtype(plan.out_dtype)), (x_d, w_d)
+    return settle(y, jnp.dtype(plan.out_dtype)), operands
+
+
+def _scaled_product(plan: Plan, x: Prepared, w: Prepared, group_sizes: Array) -> Array:
+    """One grouped product with all its scales, [M, N] float32."""
+    y = kernels.grouped_matmul(x.operand, w.operand, group_sizes, order=plan.order)
+    y = _times_scales(y, x, w, group_sizes)
+    return jax.lax.optimization_barrier(y) if plan.order == "fixed" else y
 
 
 def _fwd(plan: Plan, x: Array, w: Operand, group_sizes: Array, key, hint):
@@ -82,11 +101,11 @@ def _fwd(plan: Plan, x: Array, w: Operand, group_sizes: Array, key, hint):
 
 def _bwd(plan: Plan, residuals, dy: Array):
     saved, group_sizes, key = residuals
-    dx = _dgrad(plan, dy, saved.w, group_sizes, fold_key(key, 2))
+    dx = unrotated(plan.spec.weight, saved.w, _dgrad(plan, dy, saved.w, group_sizes, fold_key(key, 2)))
     dx = settle(dx, saved.x_like.dtype)
     if saved.w_like is None:
         return dx, None, None, None, None
-    dw = _wgrad(plan, dy, saved.x, group_sizes, fold_key(key, 3))
+    dw = unrotated(plan.spec.act, saved.x, _wgrad(plan, dy, saved.x, group_sizes, fold_key(key, 3)))
     return dx, settle(dw, saved.w_like.dtype), None, None, None
 
 
@@ -101,7 +120,30 @@ def _dgrad(plan: Plan, dy: Array, w: Array | Prepared, group_sizes: Array, key: 
     return _times_scales(dx, dy_d, w_d, group_sizes)
 
 
+def aligned_groups(group_sizes: Array, num_rows: int, run: int) -> tuple[Array, Array, int]:
+    """Where rows go so that every group begins at a multiple of `run`.
+
+    Args:
+        group_sizes: [E] int32. num_rows: M, static. run: length that no group may share.
+
+    Returns:
+        places [M] int32 of the sorted rows (rows of no group go past the end), the padded sizes
+        [E] int32, and the static number of rows that holds them.
+    """
+    padded = -(-group_sizes // run) * run
+    starts, moved = jnp.cumsum(group_sizes) - group_sizes, jnp.cumsum(padded) - padded
+    rows = jnp.arange(num_rows)
+    group = jnp.searchsorted(jnp.cumsum(group_sizes), rows, side="right")
+    inside = jnp.minimum(group, group_sizes.shape[0] - 1)
+    total = -(-num_rows // run) * run + run * group_sizes.shape[0]
+    places = jnp.where(group < group_sizes.shape[0], moved[inside] + rows - starts[inside], total)
+    return places.astype(jnp.int32), padded.astype(jnp.int32), total
+
+
 def _wgrad(plan: Plan, dy: Array, x: Array | Prepared, group_sizes: Array, key: Array | None) -> Array:
+    if plan.spec.rotation != "none":  # a rotation must not mix the rows of two experts
+        places, group_sizes, total = aligned_groups(group_sizes, dy.shape[0], hadamard.SIZE)
+        dy, x = (jnp.zeros((total, a.shape[1]), a.dtype).at[places].set(a, mode="drop") for a in (dy, x))  # pyright: ignore[reportAttributeAccessIssue]
     (dy_q, dy_transposed), (x_q, x_transposed) = wgrad_operands(plan.spec, dy, x, key=key)
     dtype = operand_dtype(plan.machine, dy_q, x_q)
     dy_d, x_d = decode(dy_q, dtype), decode(x_q, dtype)

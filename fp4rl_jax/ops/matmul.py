@@ -12,6 +12,9 @@ Weights are [N, K] = [out, in]. The three products and what each backward mode f
 Every gradient passes straight through the quantizers (as QUADS, arXiv 2607.15810): dw is the gradient at
 the quantized weight, dx the one at the quantized activation. An operand without a quantizer is
 used as it is.
+
+A residual (`spec.residual`) adds a second term in the forward, y = Q(x) Q(w)^T + r Q(w)^T, whose
+weight is the first term's: one dot over the rows of both reads every decoded weight once.
 """
 
 import dataclasses
@@ -28,20 +31,24 @@ from fp4rl_jax.ops import machine as machines
 from fp4rl_jax.ops.machine import Machine
 from fp4rl_jax.ops.operands import (
     FLOAT32,
+    Calibrated,
     Prepared,
+    Split,
     decode,
     encode,
     encode_weight,
     is_narrow,
     operand_dtype,
     over_stack,
+    split_columns,
 )
 from fp4rl_jax.ops.rounding import settle
 from fp4rl_jax.ops.spec import HIGH_PRECISION, MatmulSpec, Order
 from fp4rl_jax.qtensor import QTensor
-from fp4rl_jax.quantizers import Nearest, Quantizer
+from fp4rl_jax.quantizers import Nearest, Quantizer, hadamard
 
-Operand = Array | QTensor | Prepared
+Plain = Array | QTensor | Prepared
+Operand = Plain | Calibrated
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,8 +77,8 @@ def matmul(
     Args:
         x: [..., K] bfloat16 or float32.
         w: [N, K]: an array in its master dtype (it is quantized here, or rounded to x's dtype
-            where `spec.weight` is None), a published QTensor, or a Prepared. Only an array gets
-            a gradient.
+            where `spec.weight` is None), a published QTensor, a Prepared, or a Calibrated (which
+            the forward alone takes). Only an array gets a gradient.
         spec: static; what happens to the operands.
         order: "free", or "fixed" for rows that do not depend on how many there are (CPU).
         key: typed PRNG key of the stochastic quantizers, an array leaf of the vjp.
@@ -82,13 +89,14 @@ def matmul(
         [..., N] out_dtype.
 
     Raises:
-        ValueError: the contracted sizes differ.
+        ValueError: the contracted sizes differ, or the spec needs calibration that w lacks.
 
     Exact: an array w gives the bits that `quantize(w)` gives; products of quantized operands are
         exact, so only the order of the float32 sum differs from a native FP4 matmul.
     """
     if x.shape[-1] != w.shape[-1] or w.ndim != 2:
         raise ValueError(f"x {x.shape} and w {w.shape} do not form [..., K] @ [N, K].T")
+    check_calibrated(spec, w)
     machine = machines.current()
     plan = Plan(
         spec=spec,
@@ -114,36 +122,141 @@ def _matmul(plan: Plan, x: Array, w: Operand, key: Array | None, hint: PyTree) -
     return _forward(plan, x, w, key, hint)[0]
 
 
-def decoded_operands(
-    plan: Plan, x: Array, w: Operand, *, key: Array | None, hint: PyTree
-) -> tuple[Prepared, Prepared]:
+class Operands(NamedTuple):
+    """What the forward multiplies: x, the second operand of a residual (or None), and w."""
+
+    x: Prepared
+    residual: Prepared | None
+    w: Prepared | Split
+
+
+def decoded_operands(plan: Plan, x: Array, w: Operand, *, key: Array | None, hint: PyTree) -> Operands:
     """The forward operands: x quantized (all its rows at once), and w unless it was published."""
     spec = plan.spec
-    if not isinstance(w, QTensor | Prepared) and spec.weight is not None:
-        dtype = operand_dtype(plan.machine, spec.act or x, spec.weight, natives=plan.natives)
-        w_d = encode_weight(spec.weight, w, dtype, key=fold_key(key, 1))
-    else:
-        w = w if isinstance(w, QTensor | Prepared) else rounded(w, x.dtype)
-        dtype = operand_dtype(plan.machine, spec.act or x, w, natives=plan.natives)
-        w_d = decode(w, dtype)
+    columns = w.columns if isinstance(w, Calibrated) else None
+    if isinstance(w, Calibrated) and w.smoothing is not None:
+        x = x.astype(FLOAT32) * w.smoothing
+    w_d, dtype = _decoded_weight(plan, x, w.weight if isinstance(w, Calibrated) else w, key=fold_key(key, 1))
     if spec.act is None:
-        return decode(x, dtype), w_d
-    return encode(spec.act, x, dtype, key=fold_key(key, 0), hint=hint), w_d
+        return Operands(decode(x, dtype), None, w_d)
+    if spec.residual is None:
+        return Operands(encode(spec.act, x, dtype, key=fold_key(key, 0), hint=hint), None, w_d)
+    both = _corrected(spec, x, dtype, columns=columns, key=fold_key(key, 0), hint=hint)
+    return Operands(*both, w_d)
+
+
+def _decoded_weight(
+    plan: Plan, x: Array, w: Plain | Split, *, key: Array | None
+) -> tuple[Prepared | Split, jnp.dtype]:
+    """The weight as an operand, and the dtype of the dot."""
+    spec = plan.spec
+    described = w.selected if isinstance(w, Split) else w
+    if isinstance(w, jax.Array) and spec.weight is not None:
+        described = spec.weight
+    elif isinstance(w, jax.Array):
+        described = w = rounded(w, x.dtype)
+    dtype = operand_dtype(plan.machine, spec.act or x, described, natives=plan.natives)
+    if isinstance(w, Split):
+        return w, dtype
+    if isinstance(w, jax.Array) and spec.weight is not None:
+        return encode_weight(spec.weight, w, dtype, key=key), dtype
+    return decode(w, dtype), dtype
+
+
+def _corrected(
+    spec: MatmulSpec, x: Array, dtype: jnp.dtype, *, columns: Array | None, key: Array | None, hint: PyTree
+) -> tuple[Prepared, Prepared]:
+    """x quantized, [M, K], and the second operand, [M, K] or [M, k] at the given columns."""
+    assert spec.act is not None and spec.residual is not None
+    fmt = spec.act.fmt
+    flat = x.reshape(-1, x.shape[-1])
+    parts = spec.residual.split(flat, spec.act, dtype=dtype, columns=columns, key=key, hint=hint)
+    first, second = (
+        Prepared(operand=values, outer_scale=outer, source=fmt.name, exact=fmt.outer_is_power_of_two)
+        for values, outer in parts
+    )
+    return first, second
+
+
+def check_calibrated(spec: MatmulSpec, w: Operand) -> None:
+    """Refuses a weight that lacks what its spec chose at publish, or brings what the spec has no use for."""
+    columns = isinstance(w, Calibrated) and w.columns is not None
+    smoothing = isinstance(w, Calibrated) and w.smoothing is not None
+    if (columns, smoothing) != (spec.needs_columns, spec.smoothing is not None):
+        raise ValueError(
+            f"the spec has residual={spec.residual} and smoothing={spec.smoothing}, but the weight comes"
+            f" with{'' if columns else 'out'} columns and with{'' if smoothing else 'out'} smoothing:"
+            " publish with the calibration of this site (rollout.publish)"
+        )
 
 
 def _forward(plan: Plan, x: Array, w: Operand, key: Array | None, hint: PyTree):
-    x_d, w_d = decoded_operands(plan, x, w, key=key, hint=hint)
-    y = _contract(plan, flatten(x_d), w_d, dims=(1, 1))
+    x_d, r_d, w_d = operands = decoded_operands(plan, x, w, key=key, hint=hint)
+    if r_d is None:
+        assert isinstance(w_d, Prepared)
+        y = _contract(plan, flatten(x_d), w_d, dims=(1, 1))
+    else:
+        if not isinstance(w_d, Split) and r_d.shape[-1] < w_d.shape[-1]:
+            assert isinstance(w, Calibrated) and w.columns is not None
+            w_d = split_columns(w_d, w.columns)
+        y = _two_terms(plan, flatten(x_d), r_d, w_d)
     y = settle(y, jnp.dtype(plan.out_dtype)).reshape(*x.shape[:-1], -1)
-    return y, (x_d, w_d)
+    return y, operands
 
 
-def to_save(spec: MatmulSpec, x: Array, w: Operand, *, decoded: tuple[Prepared, Prepared]) -> Saved:
-    """What the backward needs of x and w, as its mode asks; a published w gets no gradient."""
+def _two_terms(plan: Plan, x: Prepared, r: Prepared, w: Prepared | Split) -> Array:
+    """x w^T + r w^T: one dot over the rows of both, so that each decoded weight is used once.
+
+    Where r lives on some columns only, that dot takes those columns and a second one x's others.
+    """
+    rows = x.shape[0]
+
+    def dot(a: Array, b: Prepared) -> Array:
+        return kernels.matmul(a, b.operand, dims=(1, 1), order=plan.order)
+
+    if isinstance(w, Split):
+        own, others = (jnp.take(x.operand, c, axis=-1) for c in (w.columns, w.others))
+        # fenced: XLA on a CPU rewrites a dot of two gathers into a bfloat16 dot that it cannot run
+        own, others = jax.lax.optimization_barrier((own, others))
+        both = dot(jnp.concatenate([own, r.operand]), w.selected)
+        first, second = both[:rows], both[rows:]
+        first = first + dot(others, w.rest) if w.rest.shape[-1] else first
+        outer = w.selected.outer_scale
+    else:
+        both = dot(jnp.concatenate([x.operand, r.operand]), w)
+        first, second, outer = both[:rows], both[rows:], w.outer_scale
+    return add_terms(plan, (first, x), (second, r), outer)
+
+
+def add_terms(
+    plan: Plan, first: tuple[Array, Prepared], second: tuple[Array, Prepared], w_outer: Array | None
+) -> Array:
+    """Gives both products their activation's scale, adds them, and applies the weight's."""
+    y, z = (
+        product if operand.outer_scale is None else product * operand.outer_scale
+        for product, operand in (first, second)
+    )
+    if plan.order == "fixed":  # or a product may contract with the sum
+        y, z = jax.lax.optimization_barrier((y, z))
+    y = y + z
+    if w_outer is not None:
+        y = y * (w_outer.reshape(1, -1) if w_outer.ndim == 2 else w_outer.reshape(()))
+    return jax.lax.optimization_barrier(y) if plan.order == "fixed" else y
+
+
+def to_save(spec: MatmulSpec, x: Array, w: Operand, *, decoded: Operands) -> Saved:
+    """What the backward needs of x and w, as its mode asks; a published w gets no gradient.
+
+    Raises:
+        ValueError: w is Calibrated: it belongs to a rollout, which is never differentiated.
+    """
+    if isinstance(w, Calibrated):
+        raise ValueError("a calibrated weight is the rollout's: it is never differentiated")
     published = isinstance(w, QTensor | Prepared)
     original = spec.backward in ("high_precision", "requantized")
-    x_saved = x if original or spec.act is None else decoded[0]
-    w_saved = w if not published and (original or spec.weight is None) else decoded[1]
+    x_saved = x if original or spec.act is None else decoded.x
+    w_saved = w if not published and (original or spec.weight is None) else decoded.w
+    assert not isinstance(w_saved, Split)  # only a Calibrated weight is split
     return Saved(
         x=None if published else x_saved,
         w=w_saved,
@@ -160,15 +273,22 @@ def _matmul_fwd(plan: Plan, x: Array, w: Operand, key: Array | None, hint: PyTre
 def _matmul_bwd(plan: Plan, residuals, dy: Array):
     saved, key = residuals
     dy2 = dy.reshape(-1, dy.shape[-1])  # [M, N]
-    dx = _dgrad(plan, dy2, saved.w, fold_key(key, 2))
+    dx = unrotated(plan.spec.weight, saved.w, _dgrad(plan, dy2, saved.w, fold_key(key, 2)))
     dx = settle(dx, saved.x_like.dtype).reshape(*dy.shape[:-1], -1)
     if saved.w_like is None:
         return dx, None, None, None
-    dw = _wgrad(plan, dy2, saved.x, fold_key(key, 3))
+    dw = unrotated(plan.spec.act, saved.x, _wgrad(plan, dy2, saved.x, fold_key(key, 3)))
     return dx, settle(dw, saved.w_like.dtype), None, None
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)
+
+
+def unrotated(quantizer: Quantizer | None, operand: Array | Prepared | None, gradient: Array) -> Array:
+    """A gradient [..., K] float32 taken at a rotated operand, turned back to the operand's own space."""
+    if quantizer is None or quantizer.rotation == "none" or not isinstance(operand, Prepared):
+        return gradient
+    return hadamard.unrotate(gradient)
 
 
 def quantized_along(
@@ -199,6 +319,9 @@ def dgrad_operands(spec: MatmulSpec, dy: Array, w: Array | Prepared, *, key: Arr
 
 def wgrad_operands(spec: MatmulSpec, dy: Array, x: Array | Prepared, *, key: Array | None):
     """dy and x for dw = dy.T @ x, each with whether it came transposed (blocks along M)."""
+    if spec.rotation != "none":
+        assert not isinstance(x, Prepared)  # backward is "requantized": x is the original
+        dy, x = rotated_rows(dy), rotated_rows(x.reshape(-1, x.shape[-1]))
     dy_q = quantized_along(spec.grad, dy, key=fold_key(key, 0))
     if isinstance(x, Prepared):
         return dy_q, (fold_outer(flatten(x)), False)
@@ -206,6 +329,12 @@ def wgrad_operands(spec: MatmulSpec, dy: Array, x: Array | Prepared, *, key: Arr
     return dy_q, quantized_along(
         spec.act if spec.backward == "requantized" else None, x, key=fold_key(key, 1)
     )
+
+
+def rotated_rows(x: Array) -> Array:
+    """[M, S] rotated along its rows, in float32; zero rows fill the last run of 16."""
+    padded = jnp.pad(x.astype(FLOAT32), ((0, -x.shape[0] % hadamard.SIZE), (0, 0)))
+    return hadamard.rotate(padded, axis=0)
 
 
 def _dgrad(plan: Plan, dy: Array, w: Array | Prepared, key: Array | None) -> Array:
@@ -221,7 +350,7 @@ def _wgrad(plan: Plan, dy: Array, x: Array | Prepared, key: Array | None) -> Arr
     return _product(free, dy_q, x_q, dims=(int(dy_transposed), int(x_transposed)))
 
 
-def _product(plan: Plan, a: Operand, b: Operand, *, dims: tuple[int, int]) -> Array:
+def _product(plan: Plan, a: Plain, b: Plain, *, dims: tuple[int, int]) -> Array:
     dtype = operand_dtype(plan.machine, a, b)
     return _contract(plan, decode(a, dtype), decode(b, dtype), dims=dims)
 

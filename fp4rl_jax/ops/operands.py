@@ -17,8 +17,10 @@ from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.ops import kernels
 from fp4rl_jax.ops import machine as machines
 from fp4rl_jax.ops.machine import Machine
+from fp4rl_jax.ops.spec import MatmulSpec
 from fp4rl_jax.qtensor import QTensor
 from fp4rl_jax.quantizers import Quantizer
+from fp4rl_jax.quantizers.residual import ChannelStats, Columns, Residual
 
 FLOAT32 = jnp.dtype(jnp.float32)
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
@@ -51,6 +53,76 @@ class Prepared:
     def ndim(self) -> int:
         """Axes of the operand."""
         return self.operand.ndim
+
+
+@struct.dataclass
+class Split:
+    """A prepared weight [..., N, K] cut into the columns that a residual uses and the others.
+
+    Attributes:
+        selected, rest: [..., N, k] and [..., N, K - k].
+        columns, others: [..., k] and [..., K - k] int32, ascending: where they lie in K.
+    """
+
+    selected: Prepared
+    rest: Prepared
+    columns: Array
+    others: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole weight."""
+        (*lead, k), rest = self.selected.shape, self.rest.shape[-1]
+        return (*lead, k + rest)
+
+    @property
+    def ndim(self) -> int:
+        """Axes of the weight."""
+        return self.selected.ndim
+
+
+@struct.dataclass
+class Calibrated:
+    """A published weight [..., N, K] and what calibration chose for its site's input.
+
+    Attributes:
+        weight: QTensor; `prepare` makes it a Prepared, or a Split where there are columns and the
+            weight is no stack of experts.
+        columns: [..., k] int32, ascending: the columns of a static residual selection, or None.
+        smoothing: [..., K] float32: what the input's channels are multiplied by (the weight's were
+            divided by it before it was quantized), or None.
+    """
+
+    weight: "QTensor | Prepared | Split"
+    columns: Array | None = None
+    smoothing: Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight."""
+        return self.weight.shape
+
+    @property
+    def ndim(self) -> int:
+        """Axes of the weight."""
+        return self.weight.ndim
+
+
+def split_columns(weight: Prepared, columns: Array) -> Split:
+    """Cuts a prepared weight [..., N, K] at the given columns [..., k]; leading axes are shared.
+
+    Exact: a column's values are copied, never changed.
+    """
+    if columns.ndim > 1:
+        return jax.vmap(split_columns)(weight, columns)
+    length = weight.shape[-1]
+    dropped = jnp.zeros(length, bool).at[columns].set(True)
+    others = jnp.argsort(dropped, stable=True)[: length - columns.shape[0]].astype(jnp.int32)
+
+    def at(indices: Array) -> Prepared:
+        return dataclasses.replace(weight, operand=jnp.take(weight.operand, indices, axis=-1))
+
+    return Split(selected=at(columns), rest=at(others), columns=columns, others=others)
 
 
 #: Whatever tells which values an operand holds.
@@ -147,6 +219,58 @@ def quantize_weight(w: Array, quantizer: Quantizer, *, key: Array | None = None)
     return over_stack(lambda part, k: quantizer.quantize(part, axis=-1, key=k), w, key)
 
 
+def calibrated_weight(w: Array, spec: MatmulSpec, stats: ChannelStats) -> Calibrated:
+    """Quantizes a weight with what calibration says of its input.
+
+    Args:
+        w: [..., N, K] in the master dtype.
+        spec: of the site; needs calibration and has a weight quantizer.
+        stats: of the input, [..., K] leaves whose leading axes are w's first ones (a stack of
+            experts shares one input).
+
+    Returns:
+        Calibrated: columns of the residual's selection, smoothing of SmoothQuant, and the weight.
+
+    Raises:
+        ValueError: the spec needs no calibration or quantizes no weight.
+    """
+    if not spec.needs_calibration or spec.weight is None:
+        raise ValueError(f"nothing to calibrate in {spec}")
+    columns = smoothing = None
+    if spec.needs_columns:
+        assert isinstance(spec.residual, Residual) and isinstance(spec.residual.selection, Columns)
+        columns = spec.residual.selection.choose(stats, block=spec.residual.block)
+    if spec.smoothing is not None:
+        smoothing = smoothing_of(w, stats.act_max, alpha=spec.smoothing)
+        w = smoothed_weight(w, smoothing)
+    return Calibrated(weight=quantize_weight(w, spec.weight), columns=columns, smoothing=smoothing)
+
+
+def smoothed_weight(w: Array, smoothing: Array) -> Array:
+    """w [..., N, K] over the smoothing [..., K] of its input, in float32."""
+    lead, missing = smoothing.shape[:-1], w.ndim - smoothing.ndim
+    return w.astype(FLOAT32) / smoothing.reshape(*lead, *(1,) * missing, smoothing.shape[-1])
+
+
+def smoothing_of(w: Array, act_max: Array, *, alpha: float) -> Array:
+    """SmoothQuant's factors for the input's channels (arXiv 2211.10438, equation 4), inverted.
+
+    s = amax(x)^alpha / amax(w)^(1 - alpha) a channel; 1 where either is zero.
+
+    Args:
+        w: [..., N, K]. act_max: [..., K] float32, leading axes as in `calibrated_weight`.
+        alpha: 0 leaves the scales in the activation, 1 moves them all to the weight.
+
+    Returns:
+        [..., K] float32, 1 / s: what x is multiplied by.
+    """
+    axes = tuple(range(act_max.ndim - 1, w.ndim - 1))
+    peak = jnp.max(jnp.abs(w.astype(FLOAT32)), axis=axes)
+    alive = (peak > 0) & (act_max > 0)
+    peak, act_max = (jnp.where(alive, a, 1.0) for a in (peak, act_max))
+    return jnp.where(alive, peak ** (1 - alpha) / act_max**alpha, 1.0)
+
+
 def over_stack[T](fn: Callable[[Array, Array | None], T], w: Array, key: Array | None) -> T:
     """Maps `fn(matrix, key)` over every axis of `w` before the last two."""
     if w.ndim == 2:
@@ -172,18 +296,33 @@ def prepare(tree: PyTree) -> PyTree:
     return jax.tree.map(
         lambda leaf: prepare_weight(leaf, machine) if _is_weight(leaf) else leaf,
         tree,
-        is_leaf=lambda leaf: isinstance(leaf, QTensor | Prepared),
+        is_leaf=lambda leaf: isinstance(leaf, QTensor | Prepared | Calibrated),
     )
 
 
-def prepare_weight(weight: "Array | QTensor", machine: Machine | None = None) -> Prepared:
+def prepare_weight(
+    weight: "Array | QTensor | Calibrated", machine: Machine | None = None
+) -> "Prepared | Calibrated":
     """`prepare` of one weight [..., N, K], whatever its number of axes."""
     machine = machine or machines.current()
     natives = kernels.hardware_dtypes(machine)
+    if isinstance(weight, Calibrated):
+        return _prepare_calibrated(weight, machine)
     return decode(weight, operand_dtype(machine, weight, natives=natives))
 
 
-def _is_weight(leaf: "Array | QTensor | Prepared") -> bool:
-    if isinstance(leaf, QTensor):
+def _prepare_calibrated(weight: Calibrated, machine: Machine) -> Calibrated:
+    if not isinstance(weight.weight, QTensor):
+        return weight
+    prepared = prepare_weight(weight.weight, machine)
+    assert isinstance(prepared, Prepared)
+    columns = weight.columns
+    if columns is None or prepared.ndim - columns.ndim > 1:  # experts keep one weight: rows are grouped
+        return dataclasses.replace(weight, weight=prepared)
+    return dataclasses.replace(weight, weight=split_columns(prepared, columns))
+
+
+def _is_weight(leaf: "Array | QTensor | Prepared | Calibrated") -> bool:
+    if isinstance(leaf, QTensor | Calibrated):
         return True
     return not isinstance(leaf, Prepared) and leaf.ndim >= 3 and leaf.dtype == BFLOAT16

@@ -12,11 +12,12 @@ from fp4rl_jax.arrays import Array, check_name, unknown_name
 from fp4rl_jax.formats import Format, make
 from fp4rl_jax.formats._base import once
 from fp4rl_jax.qtensor import QTensor
-from fp4rl_jax.quantizers import _fake
+from fp4rl_jax.quantizers import _fake, hadamard
 from fp4rl_jax.quantizers._encode import AxisName, encode
 from fp4rl_jax.quantizers.rounding import Hint, Nearest, Rounding
 
 Ste = Literal["identity", "clipped"]
+Rotation = Literal["none", "hadamard16"]
 
 
 def _check_array(x: Array, axis: int, fmt: Format, axis_name: AxisName) -> int:
@@ -60,15 +61,24 @@ class Quantizer:
         rounding: Nearest(), Stochastic() or Guided().
         ste: gradient of `fake_quantize`: "identity", or "clipped" (zero where the value lies
             beyond the largest element of its block).
+        rotation: "hadamard16" quantizes the array as rotated along the quantized axis (see
+            `quantizers.hadamard`); the QTensor holds rotated values. For both operands of a product,
+            in which the rotation cancels.
     """
 
     fmt: Format
     rounding: Rounding = Nearest()
     ste: Ste = "identity"
+    rotation: Rotation = "none"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fmt", make(self.fmt))
         check_name("ste", self.ste, ("identity", "clipped"))
+        check_name("rotation", self.rotation, ("none", "hadamard16"))
+
+    def seen(self, x: Array, axis: int = -1) -> Array:
+        """The array that the format is given for `x`: rotated where there is a rotation."""
+        return x if self.rotation == "none" else hadamard.rotate(x.astype(jnp.float32), axis)
 
     def quantize(
         self,
@@ -115,6 +125,10 @@ class Quantizer:
         axis_name: AxisName = None,
     ) -> Array:
         """Quantizes and dequantizes, differentiably; see `fp4rl_jax.fake_quantize`."""
+        if self.rotation != "none":
+            raise ValueError(
+                f"fake_quantize has no meaning in a rotated space, got rotation={self.rotation!r}"
+            )
         axis = _check_array(x, axis, self.fmt, axis_name)
         return _fake.fake_quantize(
             x, key, hint, outer_scale, self.fmt, self.rounding, self.ste, axis, axis_name
@@ -133,6 +147,7 @@ def _quantize(
     axis_name: AxisName,
 ) -> QTensor:
     fmt = quantizer.fmt
+    x = quantizer.seen(x, axis)
     encoded = encode(
         x,
         fmt,
@@ -161,6 +176,7 @@ def _inner(
     axis_name: AxisName,
 ) -> tuple[Array, Array | None]:
     fmt = quantizer.fmt
+    x = quantizer.seen(x, axis)
     encoded = encode(
         x,
         fmt,

@@ -5,8 +5,10 @@ from typing import Literal
 
 from fp4rl_jax import formats
 from fp4rl_jax.arrays import check_name
+from fp4rl_jax.formats import Format
 from fp4rl_jax.ops.spec import MatmulSpec, SideSpec
-from fp4rl_jax.quantizers import Quantizer
+from fp4rl_jax.quantizers import Quantizer, Stochastic
+from fp4rl_jax.quantizers.residual import Residual, Selection
 
 Sites = Literal["block_linears", "routed_experts"]
 
@@ -41,6 +43,65 @@ def nvfp4_weight() -> Quantizer:
 def nvfp4_act() -> Quantizer:
     """NVFP4 activations: blocks of 16, one power-of-two outer scale a token."""
     return Quantizer(formats.make("nvfp4", outer="row"))
+
+
+def spanning(name: str, outer: str, **options: object) -> Format:
+    """A 4-bit format whose outer scale, where it has one by default, spans a "tensor" or a "row"."""
+    fmt = formats.make(name, **options)
+    return fmt if fmt.span == "none" else formats.make(fmt, outer=outer)
+
+
+def weight_of(name: str, **options: object) -> Quantizer:
+    """Weights in a 4-bit format; one outer scale a tensor, where the format has one."""
+    return Quantizer(spanning(name, "tensor", **options))
+
+
+def act_of(name: str, **options: object) -> Quantizer:
+    """Activations in a 4-bit format; one outer scale a token, where the format has one."""
+    return Quantizer(spanning(name, "row", **options))
+
+
+def residual_of(
+    name: str, selection: Selection, *, order: str, outer: Literal["pow2", "fp32", "shared"] = "pow2"
+) -> Residual:
+    """The residual's second pass in a format.
+
+    Args:
+        name: of the format.
+        selection: which elements.
+        order: "select_first" or "quantize_first".
+        outer: the residual's outer scale: its own, a power of two or float32, or the activation's;
+            without effect on a format that has none.
+    """
+    fmt = spanning(name, "static" if outer == "shared" else "row")
+    if outer == "fp32" and fmt.span != "none":
+        fmt = formats.make(fmt, outer_rounding="fp32")
+    share = "shared" if fmt.span == "static" else "own"
+    return Residual(selection=selection, quantizer=Quantizer(fmt), order=order, outer=share)  # pyright: ignore[reportArgumentType]
+
+
+def gradient_of(
+    name: str, *, rounding: Literal["nearest", "stochastic"], outer: Literal["none", "tensor", "row"]
+) -> Quantizer:
+    """Gradients in a 4-bit format.
+
+    Stochastic rounding goes with scales that clip nothing where the format can choose them
+    (`scale_rounding="up"`, or the rule `rceil`): only then is it unbiased at every element.
+
+    Raises:
+        ValueError: `outer` asks for an outer scale that the format does not offer.
+    """
+    options: dict[str, object] = {}
+    known = {field.name for field in dataclasses.fields(formats.make(name))}
+    if rounding == "stochastic":
+        choice = {"scale_rounding": "up", "scale_rule": "rceil"}
+        options = {field: value for field, value in choice.items() if field in known}
+    if outer != "none":
+        if "outer" not in known:
+            raise ValueError(f"grad_outer = {outer!r}: format {name} has no outer scale")
+        options["outer"] = outer
+    fmt = spanning(name, "row", **options) if outer == "none" else formats.make(name, **options)
+    return Quantizer(fmt, Stochastic()) if rounding == "stochastic" else Quantizer(fmt)
 
 
 def fp8() -> Quantizer:

@@ -3,10 +3,12 @@
 `publish` -> `sample` -> `Rollouts`; `evaluate` scores a policy on a task.
 """
 
+from fp4rl_jax.rollout import calibrate
 from fp4rl_jax.rollout.choose import row_keys
 from fp4rl_jax.rollout.config import RolloutConfig, SamplingConfig, refuse_for_training
 from fp4rl_jax.rollout.evaluate import Evaluation, Evaluator, evaluate
 from fp4rl_jax.rollout.publish import (
+    Calibration,
     Checksums,
     Published,
     PublishError,
@@ -17,6 +19,7 @@ from fp4rl_jax.rollout.publish import (
 from fp4rl_jax.rollout.sampler import sample
 
 __all__ = [
+    "Calibration",
     "Checksums",
     "Evaluation",
     "Evaluator",
@@ -24,6 +27,7 @@ __all__ = [
     "Published",
     "RolloutConfig",
     "SamplingConfig",
+    "calibrate",
     "compare_checksums",
     "evaluate",
     "publish",

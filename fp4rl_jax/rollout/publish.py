@@ -18,13 +18,16 @@ from fp4rl_jax import models, ops
 from fp4rl_jax.arrays import Array, PyTree, dtype_of
 from fp4rl_jax.models import ModelConfig
 from fp4rl_jax.objectives.means import Sums
-from fp4rl_jax.ops.spec import Side
+from fp4rl_jax.ops.spec import MatmulSpec, Side
 from fp4rl_jax.qtensor import QTensor
 from fp4rl_jax.quantizers import Quantizer
+from fp4rl_jax.quantizers.residual import ChannelStats
 from fp4rl_jax.rollout.checksums import qtensor_checksums
 
 #: site -> {"codes" | "scale_bytes" | "outer_scale": [L] or [L, E] uint32}
 Checksums = dict[str, dict[str, Array]]
+#: site -> statistics of its input, [L, K] leaves; see `rollout.calibrate`
+Calibration = dict[str, ChannelStats]
 
 
 @struct.dataclass
@@ -32,7 +35,8 @@ class Published:
     """Rollout parameters of one version.
 
     Attributes:
-        params: fused tree; QTensor at quantized sites; unquantized matrices in the side's dtype;
+        params: fused tree; QTensor at quantized sites, inside an `ops.Calibrated` where the spec asks
+            for columns or smoothing; unquantized matrices in the side's dtype;
             norm weights, biases and the router in the master's.
         version: [] int32, the trainer's parameter version that this was made from.
         checksums: per quantized site and layer, see `Checksums`.
@@ -58,7 +62,14 @@ class PublishError(RuntimeError):
     """Parameters that must not reach the sampler: non-finite, or unequal on the two sides."""
 
 
-def publish(params: PyTree, *, config: ModelConfig, side: Side, version: int | Array) -> Published:
+def publish(
+    params: PyTree,
+    *,
+    config: ModelConfig,
+    side: Side,
+    version: int | Array,
+    calibration: Calibration | None = None,
+) -> Published:
     """Makes rollout parameters from the trainer's.
 
     Args:
@@ -66,14 +77,24 @@ def publish(params: PyTree, *, config: ModelConfig, side: Side, version: int | A
         config: the model.
         side: the rollout side; its specs say which sites are quantized and how.
         version: the trainer's parameter version.
+        calibration: of the sites whose specs need one.
 
     Returns:
         Published. The master tree is read, never changed or aliased by quantized leaves.
 
     Raises:
-        PublishError: a leaf of `params` holds a NaN or an infinity; every such leaf is named.
+        PublishError: a leaf of `params` holds a NaN or an infinity; every such leaf is named. Or a
+            site needs a calibration and there is none.
     """
-    fused, checksums, stats, finite = _publish(params, config, side)
+    needed = {site for site, spec in side.specs.items if spec.needs_calibration}
+    missing = sorted(needed - set(calibration or {}))
+    if missing:
+        raise PublishError(
+            f"{', '.join(missing)}: these sites choose columns or smoothing from statistics of their input,"
+            " and no calibration was given (rollout.calibrate.first makes one)"
+        )
+    calibration = {site: stats for site, stats in (calibration or {}).items() if site in needed}
+    fused, checksums, stats, finite = _publish(params, calibration, config, side)
     bad = [name for name, good in jax.device_get(finite).items() if not good]
     if bad:
         raise PublishError(f"version {int(version)} is not published: non-finite weights in {', '.join(bad)}")
@@ -125,7 +146,7 @@ def compare_checksums(
         ours, theirs = rollout_side.specs[site].weight, trainer_side.specs[site].weight
         if ours is None or theirs is None:
             verdicts[site] = f"{'rollout' if ours is None else 'trainer'} unquantized"
-        elif ours != theirs:
+        elif ours != theirs or rollout_side.specs[site].smoothing != trainer_side.specs[site].smoothing:
             verdicts[site] = "quantizers differ"
         else:
             verdicts[site] = "equal"
@@ -151,7 +172,7 @@ def _is_qtensor(leaf: object) -> bool:
 
 
 @partial(jax.jit, static_argnames=("config", "side"))
-def _publish(params: PyTree, config: ModelConfig, side: Side):
+def _publish(params: PyTree, calibration: Calibration, config: ModelConfig, side: Side):
     """The compiled part of `publish`: fused tree, checksums, stats and a finite flag per leaf."""
     finite = {
         jax.tree_util.keystr(path, simple=True, separator="/"): jnp.all(jnp.isfinite(leaf))
@@ -161,16 +182,33 @@ def _publish(params: PyTree, config: ModelConfig, side: Side):
     checksums: dict[str, list] = {site: [] for site in quantizers}
     stats: dict[str, list] = {site: [] for site in quantizers}
 
-    def pack(site: str, weight: Array) -> Array | QTensor:
+    done = dict.fromkeys(quantizers, 0)  # layers of earlier stacks
+
+    def pack(site: str, weight: Array) -> Array | QTensor | ops.Calibrated:
         if site not in quantizers:
             return weight
-        q = ops.quantize_weight(weight, quantizers[site])
+        first = done[site]
+        done[site] += weight.shape[0]
+        seen = jax.tree.map(lambda leaf: leaf[first : done[site]], calibration.get(site))
+        packed = _packed(weight, side.specs[site], seen)
+        q = packed.weight if isinstance(packed, ops.Calibrated) else packed
+        assert isinstance(q, QTensor)
         checksums[site].append(_over_leading(qtensor_checksums, weight.ndim - 2)(q))
-        stats[site].append(_weight_stats(weight, q))
-        return q
+        stats[site].append(_weight_stats(weight, packed, quantizers[site]))
+        return packed
 
     fused = models.map_sites(pack, models.fuse(params))
     return _cast(fused, side), _join_stacks(checksums, jnp.concatenate), _join_stacks(stats, _total), finite
+
+
+def _packed(weight: Array, spec: MatmulSpec, seen: ChannelStats | None) -> QTensor | ops.Calibrated:
+    """A stacked weight, quantized; with its columns or smoothing where the spec asks for them."""
+    assert spec.weight is not None
+    return (
+        ops.quantize_weight(weight, spec.weight)
+        if seen is None
+        else ops.calibrated_weight(weight, spec, seen)
+    )
 
 
 def _cast(fused: PyTree, side: Side) -> PyTree:
@@ -181,7 +219,9 @@ def _cast(fused: PyTree, side: Side) -> PyTree:
     """
     dtype = dtype_of(side.dtype)
     fused = {**fused, **{name: fused[name].astype(dtype) for name in ("embed", "head") if name in fused}}
-    fused = models.map_sites(lambda _, w: w if isinstance(w, QTensor) else w.astype(dtype), fused)
+    fused = models.map_sites(
+        lambda _, w: w if isinstance(w, QTensor | ops.Calibrated) else w.astype(dtype), fused
+    )
     return jax.tree.map(jnp.copy, fused)
 
 
@@ -229,7 +269,11 @@ def _over_leading(function, num_axes: int):
     return function
 
 
-def _weight_stats(weight: Array, q: QTensor) -> dict[str, Sums]:
+def _weight_stats(weight: Array, packed: "QTensor | ops.Calibrated", quantizer: Quantizer) -> dict[str, Sums]:
     """Underflow, saturation and zero-scale-block counts of a stacked weight, over all layers."""
-    per_matrix = _over_leading(ops.quant_stats, weight.ndim - 2)(weight, q)
+    q = packed.weight if isinstance(packed, ops.Calibrated) else packed
+    if isinstance(packed, ops.Calibrated) and packed.smoothing is not None:
+        weight = ops.smoothed_weight(weight, packed.smoothing)
+    assert isinstance(q, QTensor)
+    per_matrix = _over_leading(ops.quant_stats, weight.ndim - 2)(quantizer.seen(weight), q)
     return jax.tree.map(jnp.sum, per_matrix)

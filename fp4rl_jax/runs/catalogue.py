@@ -89,10 +89,20 @@ CATALOGUE = (
     Metric("*/underflow", "0..1", "Per site and operand: share of non-zero values whose code is zero."),
     Metric("*/saturation", "0..1", "Per site and operand: share of values beyond their block's largest."),
     Metric("*/zero_scale", "0..1", "Per site and operand: share of non-zero blocks whose scale is zero."),
+    Metric("residual/*/energy_before", "0..1", "Energy of the activations' quantization error over theirs."),
+    Metric("residual/*/energy_after", "0..1", "The same after the residual term; a site, and each layer."),
+    Metric("residual/*/underflow_before", "0..1", "Share of non-zero activations that become zero."),
+    Metric("residual/*/underflow_after", "0..1", "The same after the residual term."),
+    Metric("residual_extra_flops", "FLOP/token", "Of the residual terms of all layers."),
+    Metric("residual_flops_share", "factor", "Those over the FLOPs of the products that they correct."),
+    Metric("residual_extra_bytes", "bytes/token", "Codes and scales of the residuals of all layers."),
     Metric("tokens_per_second", "tokens/s", "Sampled tokens over the seconds of the rollout.", clock=True),
     Metric("step_seconds", "s", "Wall-clock seconds of the step.", clock=True),
     Metric(
-        "*_seconds", "s", "Wall-clock seconds of one phase (publish, rollout, reference, update).", clock=True
+        "*_seconds",
+        "s",
+        "Wall-clock seconds of one phase (publish, rollout, observe, reference, update).",
+        clock=True,
     ),
 )
 

@@ -22,6 +22,8 @@ class TrainState:
         params_version: [] int32, grows with every rollout batch trained on; what `publish` stamps.
         skipped: [] int32, non-finite updates in a row, 0 after a good one.
         skipped_total: [] int32.
+        calibration: the rollout's running statistics of its activations, or None; updates pass it
+            on as it is.
     """
 
     trainable: Flat
@@ -31,6 +33,7 @@ class TrainState:
     params_version: Array
     skipped: Array
     skipped_total: Array
+    calibration: PyTree = None
 
     @property
     def params(self) -> PyTree:

@@ -16,6 +16,7 @@ import pytest
 from fp4rl_jax import ops, plugins, recipes
 from fp4rl_jax.ops.rounding import settle
 from fp4rl_jax.ops.spec import MatmulSpec, SideSpec, SiteSpecs
+from fp4rl_jax.quantizers.residual import ChannelStats
 
 NAMES = plugins.names(recipes)
 #: Each trainer with its own rollout and with another's: every recipe on either side twice.
@@ -86,8 +87,15 @@ def block(x: jax.Array, params, specs: SiteSpecs, key: jax.Array) -> jax.Array:
 
 
 def publish(params: dict[str, jax.Array], specs: SiteSpecs) -> dict[str, object]:
+    """Published weights; where a spec needs calibration, of inputs whose channels are all alike."""
+
     def one(w: jax.Array, spec: MatmulSpec) -> object:
-        return w.astype(jnp.bfloat16) if spec.weight is None else ops.quantize_weight(w, spec.weight)
+        if spec.weight is None:
+            return w.astype(jnp.bfloat16)
+        if not spec.needs_calibration:
+            return ops.quantize_weight(w, spec.weight)
+        ones = jnp.ones(w.shape[-1], jnp.float32)
+        return ops.calibrated_weight(w, spec, ChannelStats(energy=ones, residual_max=ones, act_max=ones))
 
     return {site: one(w, specs[site]) for site, w in params.items()}
 
@@ -100,6 +108,11 @@ def inputs() -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
         "mlp/down": jnp.asarray(rng.normal(size=(64, 48)) * 0.2, jnp.float32),
     }
     return x, params, jax.random.key(3)
+
+
+def forward_of(specs: SiteSpecs) -> list[tuple]:
+    """What the specs do in a forward."""
+    return [(spec.weight, spec.act, spec.residual, spec.smoothing) for _, spec in specs.items]
 
 
 def check_pair(trainer: ModuleType, rollout: ModuleType) -> None:
@@ -115,8 +128,7 @@ def check_pair(trainer: ModuleType, rollout: ModuleType) -> None:
     for site, grad in grads.items():
         assert grad.dtype == params[site].dtype
         assert np.all(np.isfinite(grad)) and np.abs(grad).max() > 0, site
-    forward = [(trained[site].weight, trained[site].act) for site in params]
-    if forward == [(rolled[site].weight, rolled[site].act) for site in params]:
+    if forward_of(trained) == forward_of(rolled):
         np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(sampled, np.float32))
     gap = np.abs(np.asarray(y, np.float32) - np.asarray(sampled, np.float32)).max()
     assert gap <= 0.5 * np.abs(np.asarray(y, np.float32)).max()  # one model on both sides
@@ -151,6 +163,31 @@ def test_the_experts_of_a_dense_model_are_refused_by_name(name: str) -> None:
 def test_pair(pair: tuple[str, str]) -> None:
     trainer, rollout = (plugins.load(recipes, name) for name in pair)
     check_pair(trainer, rollout)
+
+
+@functools.partial(jax.jit, static_argnames=("specs", "rows"))
+def alone_and_among(
+    x: jax.Array, published: dict[str, object], key: jax.Array, *, specs: SiteSpecs, rows: int
+):
+    """The first rows by themselves, and among all, in the fixed order."""
+    weight, spec = ops.prepare(published)["mlp/gate_up"], specs["mlp/gate_up"]
+    both = (
+        ops.matmul(x[:rows], weight, spec, key=key, order="fixed"),
+        ops.matmul(x, weight, spec, order="fixed"),
+    )
+    return both[0], both[1][:rows]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batch_invariant_means_batch_invariant(name: str) -> None:
+    """Where a rollout's specs say so, a row has the same bits alone and among others."""
+    x, params, key = inputs()
+    specs = build(plugins.load(recipes, name), "rollout").resolve(DENSE)
+    if not specs["mlp/gate_up"].batch_invariant:
+        pytest.skip(f"{name} declares that it is not")
+    loud = x.at[2:].multiply(100.0)
+    alone, among = alone_and_among(loud, publish(params, specs), key, specs=specs, rows=2)
+    np.testing.assert_array_equal(np.asarray(alone, np.float32), np.asarray(among, np.float32))
 
 
 TOY = '''

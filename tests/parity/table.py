@@ -35,6 +35,7 @@ from fp4rl_jax.ops.spec import Order, Side
 from fp4rl_jax.rollout import (
     Published,
     SamplingConfig,
+    calibrate,
     compare_checksums,
     publish,
     row_keys,
@@ -113,6 +114,14 @@ class Setting:
     sampling: SamplingConfig = SamplingConfig(max_new_tokens=8, stop_tokens=(2,))
 
 
+def published_of(setting: Setting, prompts: tuple[Any, Any]) -> Published:
+    """The rollout's parameters, calibrated on the prompts where its recipe asks for it."""
+    tokens, mask = (jnp.asarray(part) for part in prompts)
+    side, config = setting.rollout, setting.config
+    found = calibrate.first(setting.params, tokens, mask, config=config, side=side)
+    return publish(setting.params, config=config, side=side, version=0, calibration=found)
+
+
 def draw(published: Published, setting: Setting, side: Side, prompts: tuple[Any, Any]) -> Rollouts:
     """Rollouts of a setting; rows have different limits so that geometry matters."""
     rows = setting.num_prompts * setting.group_size
@@ -185,7 +194,7 @@ def flipped_codes(setting: Setting, prompts: tuple[Any, Any]) -> float | None:
     }
     if not specs:
         return None
-    published = publish(setting.params, config=setting.config, side=setting.rollout, version=0)
+    published = published_of(setting, prompts)
     ours, theirs = Sink(), Sink()
     out = draw(published, setting, recording(setting.rollout, ours), prompts)
     by_trainer(setting, recording(setting.trainer, theirs), out)
@@ -258,7 +267,7 @@ def measure(recipe: str, model: str, *, dtype: str, order: Order) -> Row:
 
 def measure_setting(setting: Setting, *, names: tuple[str, str], prompts: tuple[Any, Any]) -> Row:
     """One line of the table for any model, pair of sides and prompts."""
-    published = publish(setting.params, config=setting.config, side=setting.rollout, version=0)
+    published = published_of(setting, prompts)
     verdicts = compare_checksums(
         published.checksums,
         weight_checksums(setting.params, config=setting.config, side=setting.trainer),

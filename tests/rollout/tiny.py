@@ -9,7 +9,7 @@ import numpy as np
 from fp4rl_jax import models, plugins, recipes
 from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.ops.spec import Order, Side, SideSpec
-from fp4rl_jax.rollout import SamplingConfig, row_keys, sample
+from fp4rl_jax.rollout import SamplingConfig, calibrate, publish, row_keys, sample
 from fp4rl_jax.rollout.publish import Published
 
 DENSE = models.ModelConfig(vocab_size=96, num_layers=2, d_model=64, d_ff=96, max_length=128)
@@ -49,6 +49,13 @@ def prompts(num: int, *, width: int = 8, vocab: int = 96, seed: int = 0) -> tupl
     lengths = rng.integers(2, width + 1, num)
     mask = np.arange(width)[None] >= width - lengths[:, None]
     return np.where(mask, rng.integers(3, vocab, (num, width)), 0).astype(np.int32), mask
+
+
+def published(tree: PyTree, *, config: models.ModelConfig, side: Side, version: int = 0) -> Published:
+    """`publish`, calibrated on a few prompts where the side asks for it."""
+    tokens, mask = prompts(4)
+    calibration = calibrate.first(tree, jnp.asarray(tokens), jnp.asarray(mask), config=config, side=side)
+    return publish(tree, config=config, side=side, version=version, calibration=calibration)
 
 
 def draw(published: Published, tokens: Array, mask: Array, **options):

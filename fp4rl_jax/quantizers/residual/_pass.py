@@ -1,0 +1,180 @@
+"""The second pass: from a quantized activation to the values and scales of what it adds."""
+
+import dataclasses
+from typing import Literal, Protocol, get_args
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from fp4rl_jax.arrays import Array, check_name
+from fp4rl_jax.formats._base import once
+from fp4rl_jax.quantizers.quantizer import Quantizer
+from fp4rl_jax.quantizers.residual._base import Order, Selection
+from fp4rl_jax.quantizers.residual._columns import Columns, placed_mask
+
+#: Values without their outer scale, and the outer scale (None where there is none).
+Scaled = tuple[Array, Array | None]
+
+
+class Correction(Protocol):
+    """What `MatmulSpec.residual` may hold: two operands from one activation, frozen and hashable."""
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a token's operands depend on that token (and static data) only."""
+        ...
+
+    @property
+    def needs_columns(self) -> bool:
+        """Whether `split` needs columns that publish chose."""
+        ...
+
+    def kept_share(self, length: int) -> float:
+        """Share of the second operand's elements of a row of `length` that are not dropped."""
+        ...
+
+    def split(
+        self,
+        x: Array,
+        act: Quantizer,
+        *,
+        dtype: DTypeLike,
+        columns: Array | None = None,
+        key: Array | None = None,
+        hint: object = None,
+    ) -> tuple[Scaled, Scaled]:
+        """The two operands whose products with the weight are added.
+
+        Args:
+            x: [M, K] float32 or bfloat16, the activation.
+            act: its quantizer.
+            dtype: of the operands.
+            columns: [k] int32, ascending, where `needs_columns`.
+            key, hint: of `act`.
+
+        Returns:
+            First operand [M, K], and second operand [M, K], or [M, k] where columns were given.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Residual:
+    """The quantized residual x - DQ(Q(x)), part of it: QUADS and Rollout-ResQ.
+
+    Attributes:
+        selection: which elements.
+        quantizer: of the residual.
+        order: "select_first" quantizes what is kept (QUADS: Q(R_I)); "quantize_first" keeps part of
+            what was quantized (Rollout-ResQ: S(Q(R))). Selections of elements inside a block need
+            the second.
+        outer: "own" gives the residual outer scales of its own; "shared" reuses the activation's
+            (then small residuals may be lost; `quantizer` must have outer="static").
+    """
+
+    selection: Selection
+    quantizer: Quantizer
+    order: Order = "quantize_first"
+    outer: Literal["own", "shared"] = "own"
+
+    def __post_init__(self) -> None:
+        check_name("order", self.order, get_args(Order))
+        check_name("outer", self.outer, ("own", "shared"))
+        if self.order == "select_first" and not isinstance(self.selection, Columns):
+            raise ValueError(
+                f"selection {self.selection.name} looks at quantized values: order must be 'quantize_first'"
+            )
+        if (self.outer == "shared") != (self.quantizer.fmt.span == "static"):
+            raise ValueError(
+                f"outer={self.outer!r} does not fit a residual format with outer={self.quantizer.fmt.span!r}:"
+                ' expected "static" with "shared" and anything else with "own"'
+            )
+        if self.quantizer.fmt.block is None or self.quantizer.fmt.span == "block":
+            raise ValueError(f"a residual needs a format with block scales, got {self.quantizer.fmt}")
+
+    @property
+    def block(self) -> int:
+        """Elements that share a block scale."""
+        assert self.quantizer.fmt.block is not None  # checked
+        return self.quantizer.fmt.block
+
+    @property
+    def batch_invariant(self) -> bool:
+        return self.selection.batch_invariant and self.quantizer.fmt.span != "tensor"
+
+    @property
+    def needs_columns(self) -> bool:
+        return self.selection.needs_columns
+
+    def kept_share(self, length: int) -> float:
+        return self.selection.kept_share(length, self.block)
+
+    def split(
+        self,
+        x: Array,
+        act: Quantizer,
+        *,
+        dtype: DTypeLike,
+        columns: Array | None = None,
+        key: Array | None = None,
+        hint: object = None,
+    ) -> tuple[Scaled, Scaled]:
+        values, outer = act.inner(x, dtype=dtype, key=key, hint=hint)  # pyright: ignore[reportArgumentType]
+        wide = act.seen(x).astype(jnp.float32)
+        first = values.astype(jnp.float32)
+        residual = once(wide - (first if outer is None else once(first * outer)))
+        shared = outer if self.outer == "shared" else None
+        return (values, outer), self.of(residual, wide, dtype=dtype, columns=columns, outer_scale=shared)
+
+    def of(
+        self,
+        residual: Array,
+        x: Array,
+        *,
+        dtype: DTypeLike,
+        columns: Array | None = None,
+        outer_scale: Array | None = None,
+    ) -> Scaled:
+        """Quantizes and selects a residual [M, K] float32; x [M, K] float32 is for the scores.
+
+        Raises:
+            ValueError: the selection needs columns and there are none, or the other way round.
+        """
+        if (columns is None) == self.needs_columns:
+            verb = "needs" if self.needs_columns else "takes no"
+            raise ValueError(
+                f"selection {self.selection} {verb} columns; a weight published with calibration brings them"
+            )
+        if columns is not None:
+            return self._at(residual, columns, dtype, outer_scale)
+        if self.order == "quantize_first":
+            values, outer = self.quantizer.inner(residual, dtype=dtype, outer_scale=outer_scale)
+            mask = self.selection.mask(values.astype(jnp.float32), x, block=self.block)
+            return jnp.where(mask, values, jnp.zeros_like(values)), outer
+        assert isinstance(self.selection, Columns)  # checked
+        columns = self.selection.chosen(residual, x, block=self.block)
+        values, outer = self._at(residual, columns, dtype, outer_scale)
+        return placed(values, columns, residual.shape), outer
+
+    def _at(self, residual: Array, columns: Array, dtype: DTypeLike, outer_scale: Array | None) -> Scaled:
+        """The second operand at the given columns [k] or [M, k] only: [M, k]."""
+
+        def taken(a: Array) -> Array:
+            if columns.ndim == 1:
+                return jnp.take(a, columns, axis=-1)
+            return jnp.take_along_axis(a, columns, axis=-1)
+
+        if self.order == "select_first":
+            return self.quantizer.inner(taken(residual), dtype=dtype, outer_scale=outer_scale)
+        values, outer = self.quantizer.inner(residual, dtype=dtype, outer_scale=outer_scale)
+        return taken(values), outer
+
+
+def placed(values: Array, columns: Array, shape: tuple[int, ...]) -> Array:
+    """[M, k] values put at their columns [k] or [M, k] of a row [M, K] of zeros."""
+    columns = jnp.broadcast_to(jnp.atleast_2d(columns), values.shape)
+    rows = jnp.arange(shape[0])[:, None]
+    return jnp.zeros(shape, values.dtype).at[rows, columns].set(values)
+
+
+__all__ = ["Correction", "Residual", "Scaled", "placed", "placed_mask"]

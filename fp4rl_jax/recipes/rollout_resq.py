@@ -1,0 +1,60 @@
+"""Rollout-ResQ (arXiv 2607.26515): FP4 forward and backward on both sides, a sparse residual in the rollout.
+
+The rollout computes y = Q(x) Q(w)^T + S(Q(x - Q(x))) Q(w)^T: the residual is quantized first, then
+sparsified. The trainer computes the first term alone and quantizes all operands of the gradients.
+"""
+
+import dataclasses
+from typing import Literal
+
+from fp4rl_jax.ops.spec import Backward, MatmulSpec, SideSpec
+from fp4rl_jax.quantizers import residual
+from fp4rl_jax.recipes._parts import SiteConfig, act_of, gradient_of, residual_of, side, weight_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(SiteConfig):
+    """The headline setting: HiF4, 2:4 along the contraction axis.
+
+    Attributes:
+        format: of every operand.
+        selection: S: "pattern_2_4", "pairs_4_8", "channels" (half, by L2 over the tokens of a call),
+            "tiles_32x64" (half) or "dense".
+        backward: operands of the gradient matmuls; see `fp4rl_jax.ops.matmul`. Gradients are
+            quantized with "requantized" and "reused".
+        rounding: of the quantized gradients, "nearest" or "stochastic".
+        rotation: "hadamard16" rotates the operands of the weight gradient ("requantized" only).
+        grad_outer: an outer scale for gradients in HiF4, whose range ends at 1e-12: one a "tensor" or
+            a "row"; "none" is the format as published.
+    """
+
+    format: Literal["hif4", "mxfp4", "nvfp4"] = "hif4"
+    selection: Literal["pattern_2_4", "pairs_4_8", "channels", "tiles_32x64", "dense"] = "pattern_2_4"
+    backward: Backward = "requantized"
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    rotation: Literal["none", "hadamard16"] = "none"
+    grad_outer: Literal["none", "tensor", "row"] = "none"
+
+
+def trainer(config: Config) -> SideSpec:
+    """W4A4 in forward and backward, without the residual."""
+    quantized = config.backward in ("requantized", "reused")
+    spec = MatmulSpec(
+        weight=weight_of(config.format),
+        act=act_of(config.format),
+        grad=gradient_of(config.format, rounding=config.rounding, outer=config.grad_outer)
+        if quantized
+        else None,
+        rotation=config.rotation,
+        backward=config.backward,
+    )
+    return side(config.sites, spec)
+
+
+def rollout(config: Config) -> SideSpec:
+    """W4A4 with the sparse residual."""
+    options = {"scope": "call"} if config.selection == "channels" else {}
+    selection = residual.make(config.selection, **options)
+    second = residual_of(config.format, selection, order="quantize_first")
+    spec = MatmulSpec(weight=weight_of(config.format), act=act_of(config.format), residual=second)
+    return side(config.sites, spec)
