@@ -15,7 +15,7 @@ import numpy as np
 from flax import struct
 
 from fp4rl_jax.arrays import Array, PyTree
-from fp4rl_jax.objectives.means import Weighting
+from fp4rl_jax.objectives.means import Weighting, add_sums
 
 
 @struct.dataclass
@@ -31,7 +31,7 @@ class Rollouts:
         finished: [B] bool, True where the row ended by a stop token, not by its length limit.
         params_version: [] int32, the version that every token of the batch was sampled from.
         guidance: what the rollout spec's `capture` asked for, or None.
-        stats: per-site quantization statistics of the sampler, or an empty dict.
+        stats: per-site quantization statistics of the sampler, over all that it sampled, or an empty dict.
         prompt_width: static, columns of the prompt part.
         group_size: static, completions per prompt.
         provenance: static, sorted (key, value) strings: recipe, dtype, order, implementations.
@@ -89,7 +89,7 @@ def take_rows(rollouts: Rollouts, rows: np.ndarray) -> Rollouts:
 
 
 def concatenate_rows(parts: Sequence[Rollouts]) -> Rollouts:
-    """Joins rollouts of one params version and one geometry along their rows.
+    """Joins rollouts of one params version and one geometry along their rows; statistics are added.
 
     Raises:
         ValueError: the parts were sampled from different params versions.
@@ -97,7 +97,8 @@ def concatenate_rows(parts: Sequence[Rollouts]) -> Rollouts:
     versions = {int(part.params_version) for part in parts}
     if len(versions) != 1:
         raise ValueError(f"rollouts of different params versions {sorted(versions)} cannot be one batch")
-    return _over_rows(lambda *xs: np.concatenate(xs), *parts)
+    joined = _over_rows(lambda *xs: np.concatenate(xs), *parts)
+    return dataclasses.replace(joined, stats=add_sums(*(part.stats for part in parts)))
 
 
 def _over_rows(fn: Callable[..., Any], *parts: Rollouts) -> Rollouts:

@@ -216,6 +216,7 @@ class Builder:
             side=self.sides.rollout,
             sampling=self.sampling,
             group_size=self.config.loop.group_size,
+            stats=self.config.ops.stats,
         )
 
     def evaluation(self) -> Callable[[TrainState], Evaluation] | None:
@@ -268,6 +269,7 @@ def builder(config: Config) -> Builder:
         weights=Bound(config.correction.module.weights, config.correction.config),
         temperature=config.rollout.temperature,
         triage=config.triage,
+        stats=config.ops.stats,
     )
     return Builder(
         config=config,

@@ -11,7 +11,7 @@ import numpy as np
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.batch import TrainBatch
 from fp4rl_jax.loop.collect import Collected
-from fp4rl_jax.objectives.means import Sums, merge
+from fp4rl_jax.objectives.means import Sums, add_sums, merge
 from fp4rl_jax.objectives.mismatch import mismatch_metrics
 from fp4rl_jax.objectives.triage import asymmetry_metrics, delta_of
 from fp4rl_jax.ops.inputs import Recovered
@@ -37,7 +37,7 @@ def rollout_row(collected: Collected) -> Row:
         "sampled_tokens": float(collected.sampled_tokens),
     }
     row |= {f"reward/{name}": float(values.mean()) for name, values in collected.parts.items()}
-    return row | flatten_sums(collected.rollouts.stats)
+    return row | quant_row("rollout", collected.rollouts.stats)
 
 
 def update_row(outcomes: Sequence[Outcome]) -> Row:
@@ -47,6 +47,21 @@ def update_row(outcomes: Sequence[Outcome]) -> Row:
     row["grad_norm"] = float(np.mean([outcome.grad_norm for outcome in outcomes]))
     row["learning_rate"] = float(outcomes[-1].lr)
     row["updates_skipped"] = float(sum(not bool(outcome.applied) for outcome in outcomes))
+    return row | quant_row("trainer", add_sums(*(outcome.stats for outcome in outcomes)))
+
+
+def quant_row(side: str, stats: Mapping[str, Any]) -> Row:
+    """A side's quantization shares: `quant/SIDE/SITE/...`, those of weights `quant/SIDE_weights/SITE/...`.
+
+    Args:
+        side: "rollout" or "trainer".
+        stats: {site: {"act" | "weight": {name: Sums}}}, over layers; sites without any are left out.
+    """
+    names = {"act": side, "weight": f"{side}_weights"}
+    row: Row = {}
+    for site, operands in stats.items():
+        for operand, found in operands.items():
+            row |= flatten_sums(found, f"quant/{names[operand]}/{site}/")
     return row
 
 

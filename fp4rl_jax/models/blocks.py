@@ -8,7 +8,7 @@ bf16 -> f32 round trip away on a GPU.
 """
 
 import dataclasses
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,8 @@ from fp4rl_jax.models.params import SITE_PATHS
 from fp4rl_jax.ops.inputs import input_stats
 from fp4rl_jax.ops.spec import HIGH_PRECISION, MatmulSpec, Order, Side, SiteSpecs
 
-#: "on" counts what quantization loses; specs make the statistics of inputs that those specs ask for.
-Stats = Literal["off", "on"] | SiteSpecs
+#: What quantization loses is counted; specs make the statistics of inputs that those specs ask for.
+Stats = ops.Stats | SiteSpecs
 
 _SITE_INDEX = {site: index for index, site in enumerate(SITE_PATHS)}
 
@@ -97,23 +97,23 @@ class SiteCalls:
         spec = self.side.specs[site]
         if isinstance(self.stats, SiteSpecs):
             self.found[site] = input_stats(x, weight, self.stats[site], mask=mask)
-        elif self.stats == "on":
-            self.found[site] = site_stats(x, weight, spec, mask=mask, key=self._key(site))
+        elif self.stats != "off":
+            self.found[site] = site_stats(x, weight, spec, mask=mask, stats=self.stats, key=self._key(site))
         return spec
 
 
-def site_stats(x: Array, weight: Any, spec: MatmulSpec, *, mask: Array, key: Array | None) -> PyTree:
+def site_stats(
+    x: Array, weight: Any, spec: MatmulSpec, *, mask: Array, stats: ops.Stats, key: Array | None
+) -> PyTree:
     """Quantization statistics of one site's operands: {"act": sums, "weight": sums}.
 
     Operands that the spec leaves alone, and weights that were quantized before (publish counts
-    those), are left out. Padding tokens are not counted.
+    those), are left out. Padding tokens are not counted; "sampled" counts no weights.
     """
     found = {}
     if spec.act is not None:
-        x = jax.lax.stop_gradient(x)
-        q = spec.act.quantize(x, axis=-1, key=_fold(key, 0))
-        found["act"] = ops.quant_stats(spec.act.seen(x), q, mask=mask)
-    if spec.weight is not None and isinstance(weight, jax.Array):
+        found["act"] = ops.act_stats(x, spec.act, mask=mask, stats=stats, key=_fold(key, 0))
+    if stats == "on" and spec.weight is not None and isinstance(weight, jax.Array):
         weight = jax.lax.stop_gradient(weight)
         found["weight"] = ops.quant_stats(weight, ops.quantize_weight(weight, spec.weight, key=_fold(key, 1)))
     return found

@@ -10,6 +10,7 @@ from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.models.blocks import Attend, SiteCalls, Stats, Tokens, layer
 from fp4rl_jax.models.config import ModelConfig
 from fp4rl_jax.models.params import num_stacked
+from fp4rl_jax.objectives.means import add_sums
 from fp4rl_jax.ops.spec import Side, SiteSpecs
 
 Remat = Literal["none", "layer"]
@@ -128,9 +129,22 @@ def run_layers(
         carry, (kept_here, stats_here) = step(carry, piece, scanned)
         kept.append(kept_here)
         stats.append(stats_here)
-    if isinstance(run.stats, SiteSpecs):
-        total = jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats)
-    else:
-        total = jax.tree.map(lambda *parts: sum(jnp.sum(part, axis=0) for part in parts), *stats)
     joined = jax.tree.map(lambda *parts: parts[0] if len(parts) == 1 else jnp.concatenate(parts), *kept)
-    return carry[0], carry[1], joined, total
+    if isinstance(run.stats, SiteSpecs):
+        return carry[0], carry[1], joined, jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats)
+    return carry[0], carry[1], joined, _together(stats)
+
+
+def _together(parts: list[PyTree]) -> PyTree:
+    """{site: {operand: sums}} over the layers of all pieces.
+
+    A piece whose weights came prepared has not counted them.
+    """
+    parts = [jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), part) for part in parts]
+    total: dict[str, dict[str, PyTree]] = {}
+    for part in parts:
+        for site, operands in part.items():
+            found = total.setdefault(site, {})
+            for operand, sums in operands.items():
+                found[operand] = add_sums(found[operand], sums) if operand in found else sums
+    return total

@@ -109,8 +109,8 @@ def forward(
         cache_index: [] int32, the column of the block's first token. Columns before it are
             taken to be real.
         key: typed PRNG key for stochastic rounding; hint: {site: pytree stacked over L}.
-        stats: "on" counts per-site quantization outcomes; a SiteSpecs gives `ops.inputs.Seen` of
-            every site's input, stacked over L, of what those specs ask for.
+        stats: which per-site quantization outcomes are counted (`ops.stats`); a SiteSpecs gives
+            `ops.inputs.Seen` of every site's input, stacked over L, of what those specs ask for.
         remat: "layer" recomputes each layer in the backward.
         trainable_from: layers below run without gradient (and so does the embedding lookup when
             it is above 0); nothing is saved for them.

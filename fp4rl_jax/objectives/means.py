@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from fp4rl_jax.arrays import Array
+from fp4rl_jax.arrays import Array, PyTree
 
 Reduction = Literal["update", "response", "algorithm"]
 
@@ -67,6 +67,13 @@ def merge(*parts: Mapping[str, Sums]) -> dict[str, Sums]:
         if part.keys() != parts[0].keys():
             raise ValueError(f"parts have different keys: {sorted(part.keys() ^ parts[0].keys())}")
     return {key: reduce(Sums.__add__, (part[key] for part in parts)) for key in parts[0]}
+
+
+def add_sums(*trees: PyTree) -> PyTree:
+    """Adds trees of `Sums` that have one structure, leaf by leaf; on the device or on the host."""
+    return jax.tree.map(
+        lambda *sums: reduce(Sums.__add__, sums), *trees, is_leaf=lambda node: isinstance(node, Sums)
+    )
 
 
 def summed(stacked: Mapping[str, Sums]) -> dict[str, Sums]:

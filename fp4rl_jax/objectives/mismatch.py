@@ -23,6 +23,7 @@ The metrics and their names, so that a dashboard can be compared with other syst
 | `ppl_gap_mean`, `_abs_mean`, `_min`, `_max` | of mean q - mean p by sequence (> 0: less sure) | nats |
 | `ppl_ratio` | mean over sequences of exp(ppl gap) | factor |
 | `small_gap_share`, `tail_share` | share with abs(l) < 0.05; share with l < -6 | 0..1 |
+| `moved_share` | share with abs(l) > 0.01 | 0..1 |
 
 All are raw: nothing is clipped or dropped by a correction before it is measured. The gaps and
 maxima see every token of the array, so call this on the whole batch, not on a microbatch. A
@@ -39,6 +40,8 @@ from fp4rl_jax.objectives.means import row_means
 
 #: The ratio beyond which a token counts in `ratio_above_share` (and, inverted, `_below_share`).
 RATIO_CAP = 2.0
+#: The gap in nats beyond which a token counts in `moved_share`.
+MOVED = 0.01
 
 
 def mismatch_metrics(
@@ -108,6 +111,7 @@ def _gaps(p: Array, q: Array, mask: Array) -> dict[str, Array]:
         "prob_gap_std": jnp.sqrt(_mean(jnp.square(prob_gap - prob_gap_mean), mask)),
         "prob_correlation": _correlation(prob_p, prob_q, mask),
         "small_gap_share": _mean(gap < 0.05, mask),
+        "moved_share": _mean(gap > MOVED, mask),
         "tail_share": _mean(p - q < -6.0, mask),
     }
 

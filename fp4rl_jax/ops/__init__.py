@@ -17,7 +17,7 @@ from fp4rl_jax.ops.report import SiteReport, report
 from fp4rl_jax.ops.rounding import pointwise
 from fp4rl_jax.ops.segments import Segment
 from fp4rl_jax.ops.spec import HIGH_PRECISION, MatmulSpec, Side, SideSpec, SiteSpecs
-from fp4rl_jax.ops.stats import quant_stats
+from fp4rl_jax.ops.stats import Stats, act_stats, quant_stats
 
 __all__ = [
     "HIGH_PRECISION",
@@ -29,6 +29,8 @@ __all__ = [
     "SideSpec",
     "SiteReport",
     "SiteSpecs",
+    "Stats",
+    "act_stats",
     "attention",
     "calibrated_weight",
     "grouped_matmul",

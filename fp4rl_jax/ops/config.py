@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Literal
 
+from fp4rl_jax.ops.stats import Stats
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpsConfig:
@@ -12,6 +14,10 @@ class OpsConfig:
         order: "free" takes the fastest order of every sum. "fixed" makes a row's result independent
             of the other rows and of how many there are, so that equal inputs give equal bits on both
             sides; CPU only, and slower.
+        stats: which activations of both sides are counted in the metrics `quant/...`: those of one token
+            in 13 ("sampled"), of every token, and the weights that the trainer quantizes ("on", dear),
+            or none ("off").
     """
 
     order: Literal["free", "fixed"] = "free"
+    stats: Stats = "sampled"

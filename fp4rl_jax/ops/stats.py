@@ -1,11 +1,23 @@
 """What a quantization did to its input, counted: underflow, saturation, dead blocks."""
 
+from typing import Literal
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.objectives.means import Sums
 from fp4rl_jax.qtensor import QTensor
+from fp4rl_jax.quantizers import Quantizer
+
+#: What a forward counts: nothing; the activations of one token in `TOKEN_STRIDE`; everything that it
+#: quantizes, weights included.
+Stats = Literal["off", "sampled", "on"]
+
+#: Of the tokens of a call, in the order of its rows, every how manieth "sampled" counts. A prime, so that
+#: it does not keep hitting the same column of a batch.
+TOKEN_STRIDE = 13
 
 
 def quant_stats(x: Array, q: QTensor, *, mask: Array | None = None) -> dict[str, Sums]:
@@ -42,6 +54,34 @@ def quant_stats(x: Array, q: QTensor, *, mask: Array | None = None) -> dict[str,
         "saturation": _share(counted & beyond, counted),
         "zero_scale": _share(live & dead, live),
     }
+
+
+def act_stats(
+    x: Array, quantizer: Quantizer, *, mask: Array, stats: Stats, key: Array | None = None
+) -> dict[str, Sums]:
+    """Counts what quantizing activations loses.
+
+    Args:
+        x: [..., K] activations.
+        quantizer: of the activations.
+        mask: [...] bool, True on real tokens.
+        stats: "on" counts every real token, "sampled" one token in `TOKEN_STRIDE`. The codes of a token
+            depend on itself alone, so those that are counted are the ones the matmul used, stochastic
+            rounding apart, which draws anew for a sample.
+        key: of a stochastic quantizer.
+
+    Returns:
+        As `quant_stats`.
+    """
+    x, mask = jax.lax.stop_gradient(x), jnp.broadcast_to(mask, x.shape[:-1])
+    if stats == "sampled" and _by_token(quantizer):
+        x, mask = x.reshape(-1, x.shape[-1])[::TOKEN_STRIDE], mask.reshape(-1)[::TOKEN_STRIDE]
+    return quant_stats(quantizer.seen(x), quantizer.quantize(x, axis=-1, key=key), mask=mask)
+
+
+def _by_token(quantizer: Quantizer) -> bool:
+    """Whether a token's codes follow from the token alone, so that a sample has the same ones."""
+    return quantizer.fmt.span != "tensor" and quantizer.fmt.block_rows == 1
 
 
 def _blocks(x: Array, count: int, block: int) -> Array:

@@ -19,6 +19,8 @@ from fp4rl_jax import models
 from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.batch import Rollouts
 from fp4rl_jax.models import ModelConfig, logprobs
+from fp4rl_jax.objectives.means import add_sums
+from fp4rl_jax.ops import Stats
 from fp4rl_jax.ops.spec import Side
 from fp4rl_jax.rollout.choose import choose
 from fp4rl_jax.rollout.config import SamplingConfig
@@ -37,6 +39,7 @@ def sample(
     side: Side,
     sampling: SamplingConfig,
     group_size: int = 1,
+    stats: Stats = "off",
     provenance: Mapping[str, str] | None = None,
 ) -> Rollouts:
     """Samples `group_size` completions of every prompt.
@@ -53,6 +56,7 @@ def sample(
         side: the rollout side.
         sampling: temperature, limits and stop tokens.
         group_size: completions a prompt.
+        stats: which tokens' quantization is counted, prompts and completions alike; see `ops.stats`.
         provenance: facts to record on the result beside the ones known here.
 
     Returns:
@@ -84,6 +88,7 @@ def sample(
         side,
         sampling,
         group_size,
+        stats,
     )
     facts = {
         "rollout.dtype": side.dtype,
@@ -100,7 +105,7 @@ def sample(
     )
 
 
-@partial(jax.jit, static_argnames=("config", "side", "sampling", "group_size"))
+@partial(jax.jit, static_argnames=("config", "side", "sampling", "group_size", "stats"))
 def _sample(
     params: PyTree,
     prompts: Array,
@@ -111,17 +116,18 @@ def _sample(
     side: Side,
     sampling: SamplingConfig,
     group_size: int,
-) -> dict[str, Array]:
+    stats: Stats,
+) -> dict[str, PyTree]:
     """The compiled program: the array fields of Rollouts as a dict."""
     params = models.prepare(params, side)
-    prefix, hidden = prefill(params, prompts, prompt_mask, config=config, side=side)
-    state = _empty_state(row_limits, config=config, side=side, sampling=sampling)
+    prefix, hidden = prefill(params, prompts, prompt_mask, config=config, side=side, stats=stats)
+    state = _empty_state(row_limits, prefix.stats, config=config, side=side, sampling=sampling)
     emit = partial(_emit, row_limits=row_limits, keys=keys, side=side, sampling=sampling)
     state = emit(state, jnp.repeat(models.logits(params, hidden, order=side.order), group_size, axis=0))
     starts = jnp.repeat(prefix.lengths, group_size)  # [B]
 
     def body(state: SamplerState) -> SamplerState:
-        state, hidden = decode(params, prefix, state, starts, config=config, side=side)
+        state, hidden = decode(params, prefix, state, starts, config=config, side=side, stats=stats)
         return emit(state, models.logits(params, hidden, order=side.order))
 
     state = jax.lax.while_loop(lambda state: jnp.any(state.alive), body, state)
@@ -136,6 +142,7 @@ def _sample(
         "loss_mask": jnp.concatenate([nothing, state.sampled], axis=1),
         "rollout_logprobs": jnp.concatenate([nothing.astype(jnp.float32), state.logprobs], axis=1),
         "finished": state.finished,
+        "stats": state.stats,
     }
 
 
@@ -146,6 +153,7 @@ def prefill(
     *,
     config: ModelConfig,
     side: Side,
+    stats: Stats = "off",
 ) -> tuple[Prefix, Array]:
     """Runs every prompt once.
 
@@ -155,6 +163,7 @@ def prefill(
         prompt_mask: [P, Tp] bool.
         config: the model.
         side: the rollout side.
+        stats: as in `sample`.
 
     Returns:
         The prefix, and the hidden state of each prompt's last token, [P, D].
@@ -167,9 +176,10 @@ def prefill(
         side=side,
         positions=positions,
         token_mask=prompt_mask,
+        stats=stats,
     )
     lengths = jnp.sum(prompt_mask, axis=1, dtype=jnp.int32)
-    return Prefix(kv=out.kv, mask=prompt_mask, lengths=lengths), out.hidden[:, -1]
+    return Prefix(kv=out.kv, mask=prompt_mask, lengths=lengths, stats=out.stats), out.hidden[:, -1]
 
 
 def decode(
@@ -180,6 +190,7 @@ def decode(
     *,
     config: ModelConfig,
     side: Side,
+    stats: Stats = "off",
 ) -> tuple[SamplerState, Array]:
     """Runs the newest token of every row through the model and extends the cache by it.
 
@@ -190,6 +201,7 @@ def decode(
         starts: [B] int32, position of each row's first completion token.
         config: the model.
         side: the rollout side.
+        stats: as in `sample`; what is counted here is added to the state's.
 
     Returns:
         The state with the longer cache, and the new token's hidden state, [B, D].
@@ -207,8 +219,10 @@ def decode(
         prefix_mask=prefix.mask,
         cache=state.cache,
         cache_index=index,
+        stats=stats,
     )
-    return dataclasses.replace(state, cache=out.kv), out.hidden[:, 0]
+    counted = add_sums(state.stats, out.stats)
+    return dataclasses.replace(state, cache=out.kv, stats=counted), out.hidden[:, 0]
 
 
 def _emit(
@@ -245,7 +259,7 @@ def _emit(
 
 
 def _empty_state(
-    row_limits: Array, *, config: ModelConfig, side: Side, sampling: SamplingConfig
+    row_limits: Array, stats: PyTree, *, config: ModelConfig, side: Side, sampling: SamplingConfig
 ) -> SamplerState:
     """The state before the first token: nothing written, rows with a positive limit alive."""
     batch, width = row_limits.shape[0], sampling.max_new_tokens
@@ -257,4 +271,5 @@ def _empty_state(
         alive=row_limits > 0,
         finished=jnp.zeros(batch, bool),
         cache=models.new_cache(config, num_rows=batch, completion_width=width, dtype=side.dtype),
+        stats=stats,
     )

@@ -2,7 +2,7 @@
 
 from flax import struct
 
-from fp4rl_jax.arrays import Array
+from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.models import KV
 
 
@@ -18,6 +18,7 @@ class SamplerState:
         alive: [B] bool, True while the row still samples.
         finished: [B] bool, True once the row has sampled a stop token.
         cache: keys and values of the completion (see `models.new_cache`).
+        stats: quantization statistics of all tokens so far, the prompts' included; see `Forward`.
     """
 
     step: Array
@@ -27,6 +28,7 @@ class SamplerState:
     alive: Array
     finished: Array
     cache: KV
+    stats: PyTree
 
 
 @struct.dataclass
@@ -37,8 +39,10 @@ class Prefix:
         kv: keys and values of the prompts, [L, P, Tp, K, C] each.
         mask: [P, Tp] bool, True on real prompt tokens.
         lengths: [P] int32, real tokens of each prompt: the position of its first new token.
+        stats: quantization statistics of the prompts' tokens; empty unless asked for.
     """
 
     kv: KV
     mask: Array
     lengths: Array
+    stats: PyTree

@@ -19,6 +19,7 @@ from fp4rl_jax.batch import Rollouts, TrainBatch
 from fp4rl_jax.models import logprobs
 from fp4rl_jax.objectives.means import Sums, summed
 from fp4rl_jax.objectives.triage import TriageConfig
+from fp4rl_jax.ops import Stats
 from fp4rl_jax.ops.spec import Side
 from fp4rl_jax.trainer import terms
 from fp4rl_jax.trainer.backbone import backbone, with_backbone
@@ -49,6 +50,7 @@ class Learner:
         loss, weights: the algorithm's loss and the correction's weights, as frozen callables.
         temperature: the sampling temperature that log-probs are taken at.
         triage: the Gate on the loss and the Repair term, both off by default.
+        stats: which activations' quantization an update counts; see `ops.stats`.
     """
 
     model: models.ModelConfig
@@ -59,6 +61,7 @@ class Learner:
     weights: WeightsFn
     temperature: float = 1.0
     triage: TriageConfig = TriageConfig()
+    stats: Stats = "off"
 
 
 @struct.dataclass
@@ -72,6 +75,7 @@ class Outcome:
         trainer_logprobs: [B, T] float32, nats, with the parameters before the update.
         entropy: Sums of the policy's entropy over the loss mask, nats.
         metrics: the algorithm's and TRIAGE's, by name, as Sums.
+        stats: quantization statistics {site: {operand: {name: Sums}}} over layers and microbatches.
         applied: [] bool, False where the update was skipped as non-finite.
         finite_rows: [B] bool, log-probs and the gradient of the row's microbatch are finite.
         finite_leaves: by path, [] bool, the gradient leaf is finite.
@@ -83,6 +87,7 @@ class Outcome:
     trainer_logprobs: Array
     entropy: Sums
     metrics: dict[str, Sums]
+    stats: PyTree
     applied: Array
     finite_rows: Array
     finite_leaves: dict[str, Array]
@@ -123,6 +128,7 @@ def update(
         trainer_logprobs=parts.logprobs.reshape(batch.tokens.shape),
         entropy=metrics.pop("entropy"),
         metrics=metrics,
+        stats=jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), parts.stats),
         applied=applied,
         finite_rows=per_share & jnp.all(jnp.isfinite(parts.logprobs.reshape(batch.tokens.shape)), axis=-1),
         finite_leaves=finite_leaves,
@@ -153,13 +159,14 @@ def score_batch(
 
 @struct.dataclass
 class _Parts:
-    """Per microbatch ([M] leading): loss sum and count, log-probs, entropy, metrics, finiteness."""
+    """Per microbatch ([M] leading): loss sum and count, log-probs, sums of all kinds, finiteness."""
 
     total: Array
     count: Array
     logprobs: Array
     entropy: Sums
     metrics: dict[str, Sums]
+    stats: PyTree
     finite_grads: Array
 
 
@@ -173,7 +180,7 @@ def _microbatches(batch: TrainBatch, rows: int | None) -> TrainBatch:
     return dataclasses.replace(shares, group_size=min(batch.group_size, rows))
 
 
-def _score(fused: Any, share: TrainBatch, learner: Learner) -> logprobs.Scores:
+def _score(fused: Any, share: TrainBatch, learner: Learner, *, stats: Stats = "off") -> logprobs.Scores:
     return logprobs.score(
         fused,
         share.tokens,
@@ -187,6 +194,7 @@ def _score(fused: Any, share: TrainBatch, learner: Learner) -> logprobs.Scores:
         remat=learner.config.remat,
         trainable_from=learner.subset.first_layer,
         hint=share.guidance,
+        stats=stats,
     )
 
 
@@ -229,7 +237,8 @@ def _accumulate(state: TrainState, base: PyTree, shares: TrainBatch, learner: Le
 
     def loss_sum(trainable: Flat, share: TrainBatch) -> tuple[Array, _Parts]:
         fused = with_backbone(models.fuse(merge(trainable, frozen)), base)
-        return _loss(_score(fused, share, learner), share, learner, denominators)
+        scores = _score(fused, share, learner, stats=learner.stats)
+        return _loss(scores, share, learner, denominators)
 
     def step(grads: Flat, share: TrainBatch) -> tuple[Flat, _Parts]:
         (_, parts), new = jax.value_and_grad(loss_sum, has_aux=True)(state.trainable, share)
@@ -264,6 +273,7 @@ def _loss(
             count=jnp.sum(share.loss_mask, dtype=jnp.int32),
         ),
         metrics=found.metrics | extra_metrics,
+        stats=scores.stats,
         finite_grads=jnp.array(True),
     )
     return total, parts

@@ -47,6 +47,15 @@ def test_every_metric_is_documented_and_every_step_is_there(whole):
     lines = read_lines(whole / "ci-grpo" / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(STEPS))
     assert catalogue.undocumented(lines[0]) == []
+    counted = [
+        f"quant/{what}/{site}/{name}"
+        for what in ("rollout", "trainer", "weights")
+        for site in ("attn/qkv", "attn/out", "mlp/gate_up", "mlp/down")
+        for name in ("underflow", "saturation", "zero_scale")
+    ]
+    assert sorted(key for key in lines[0] if key.startswith("quant/")) == sorted(counted)
+    assert all(0 < line["quant/trainer/mlp/down/underflow"] < 1 for line in lines)
+    assert all(0 < line["quant/rollout/mlp/down/underflow"] < 1 for line in lines)
     for key in ("reward_mean", "mismatch_kl", "logprob_gap_max", "tokens_per_second", "entropy", "grad_norm"):
         assert all(np.isfinite(line[key]) for line in lines), key
 

@@ -49,6 +49,7 @@ def _three_tokens(**options):
         ("effective_sample_size", 7 / 9),
         ("chi2_token", 0.75),
         ("small_gap_share", 1 / 3),
+        ("moved_share", 2 / 3),
         ("tail_share", 0.0),
     ],
 )
@@ -120,10 +121,11 @@ def test_clipped_share_is_the_corrections_own():
 
 def test_tail_and_small_gap_shares():
     q = jnp.zeros((1, 4))
-    p = jnp.array([[-6.5, -5.9, 0.04, 0.06]])
+    p = jnp.array([[-6.5, -5.9, 0.009, 0.06]])
     metrics = _jitted(p, q, jnp.ones((1, 4), bool))
     assert float(metrics["tail_share"]) == 0.25
     assert float(metrics["small_gap_share"]) == 0.25
+    assert float(metrics["moved_share"]) == 0.75
 
 
 def test_keys_are_the_documented_ones():
@@ -131,7 +133,7 @@ def test_keys_are_the_documented_ones():
     text = module.__doc__ or ""
     abbreviated = {"ppl_gap_abs_mean", "ppl_gap_min", "ppl_gap_max"}
     assert all(f"`{key}`" in text for key in keys - abbreviated)
-    assert len(keys) == 28
+    assert len(keys) == 29
 
 
 def test_jit_equals_eager():

@@ -5,6 +5,9 @@ import numpy as np
 import pytest
 
 from fp4rl_jax import ops, quantize
+from fp4rl_jax.formats import make
+from fp4rl_jax.ops.stats import TOKEN_STRIDE
+from fp4rl_jax.quantizers import Quantizer
 
 
 def shares(x, q, **kwargs) -> dict[str, tuple[int, int]]:
@@ -58,3 +61,26 @@ def test_another_arrays_qtensor_is_refused() -> None:
     x = jnp.ones((2, 16))
     with pytest.raises(ValueError, match=r"shape \(2, 16\) and axis -2 does not describe"):
         ops.quant_stats(x, quantize(x, "nvfp4", axis=0))
+
+
+def test_a_sample_counts_every_thirteenth_token_as_it_was_quantized() -> None:
+    """[2, 20] tokens of which 0, 13, 26 and 39 are looked at; 26 is padding."""
+    x = jnp.asarray(np.random.default_rng(0).standard_t(2, (2, 20, 32)), jnp.float32)
+    mask = jnp.ones((2, 20), bool).at[1, 6].set(False)
+    act = Quantizer(make("nvfp4", outer="row"))
+    rows = np.array([0, 13, 39])
+    assert TOKEN_STRIDE == 13
+    whole = quantize(x, "nvfp4", outer="row")
+    lost = (np.asarray(whole.codes()) & 7 == 0) & (np.asarray(x) != 0)
+    found = ops.act_stats(x, act, mask=mask, stats="sampled")
+    assert int(found["underflow"].count) == int(found["saturation"].count) == 3 * 32
+    assert int(found["underflow"].total) == lost.reshape(40, 32)[rows].sum() > 0
+    everything = ops.act_stats(x, act, mask=mask, stats="on")
+    assert int(everything["saturation"].count) == 39 * 32
+
+
+def test_codes_that_depend_on_other_tokens_are_never_sampled() -> None:
+    x = jnp.asarray([row(6.0)] + [row(6.0 * 2.0**-20)] * 14, jnp.float32)
+    tensor = Quantizer(make("nvfp4", outer="tensor"))
+    found = ops.act_stats(x, tensor, mask=jnp.ones(15, bool), stats="sampled")
+    assert (int(found["zero_scale"].total), int(found["zero_scale"].count)) == (14, 15)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fp4rl_jax import models
+from fp4rl_jax.batch import concatenate_rows
 from fp4rl_jax.rollout import SamplingConfig, publish, row_keys
 from tests.rollout import tiny
 
@@ -235,3 +236,37 @@ def test_versions_do_not_mix():
     again = tiny.draw(published, tokens, mask, **statics, sampling=NEVER_STOP)
     assert int(other.params_version) == 4 and (other.tokens != first.tokens).any()
     np.testing.assert_array_equal(again.rollout_logprobs, first.rollout_logprobs)
+
+
+def test_statistics_count_every_real_token_once_and_change_nothing():
+    """Tokens that go through the model: a prompt's, once a group, and all of a completion but its last."""
+    published, statics = setup(recipe="qat_w4a4")
+    tokens, mask = tiny.prompts(3)
+    limits = jnp.array([6, 1, 4, 3, 0, 2], jnp.int32)
+    plain = tiny.draw(published, tokens, mask, **statics, group_size=2, row_limits=limits)
+    out = tiny.draw(published, tokens, mask, **statics, group_size=2, row_limits=limits, stats="on")
+    np.testing.assert_array_equal(out.tokens, plain.tokens)
+    np.testing.assert_array_equal(out.rollout_logprobs, plain.rollout_logprobs)
+    assert plain.stats == {}
+    lengths = np.asarray(out.loss_mask).sum(axis=1)
+    passed = int(mask.sum() + np.maximum(lengths - 1, 0).sum())
+    config = statics["config"]
+    for site, size in {"attn/qkv": config.d_model, "mlp/down": config.d_ff}.items():
+        act = out.stats[site]["act"]
+        assert set(out.stats[site]) == {"act"}  # the weights were counted by publish
+        assert int(act["saturation"].count) == passed * size * config.num_layers
+        assert 0 < int(act["underflow"].total) < int(act["underflow"].count)
+
+
+def test_rounds_of_one_step_add_their_statistics():
+    published, statics = setup(recipe="qat_w4a4")
+    tokens, mask = tiny.prompts(3)
+    limits = jnp.array([6, 1, 4, 3, 0, 2], jnp.int32)
+    one = jax.device_get(
+        tiny.draw(published, tokens, mask, **statics, group_size=2, row_limits=limits, stats="on")
+    )
+    both = concatenate_rows([one, one])
+    assert both.tokens.shape[0] == 12
+    for name, sums in one.stats["mlp/down"]["act"].items():
+        found = both.stats["mlp/down"]["act"][name]
+        assert (float(found.total), int(found.count)) == (2 * float(sums.total), 2 * int(sums.count))

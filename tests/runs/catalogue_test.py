@@ -36,7 +36,7 @@ def test_every_mismatch_metric_is_documented_by_name():
 
 
 def test_families_match_and_unknown_keys_do_not():
-    keys = ["attn/qkv/act/underflow", "reward/correct", "update_seconds", "mismatch_kl", "surprise"]
+    keys = ["quant/rollout/attn/qkv/underflow", "reward/correct", "update_seconds", "mismatch_kl", "surprise"]
     assert catalogue.undocumented(keys) == ["surprise"]
     exact = catalogue.find("step_seconds")
     assert exact is not None and exact.key == "step_seconds"

@@ -18,7 +18,7 @@ from fp4rl_jax.runs.report import data, evals, panels, plots, summary
 def make_run(
     root: Path, name: str, *, steps: int = 6, without: str = "", passed: tuple[float, float] | None = None
 ):
-    """A run of made-up numbers: reward step / 10, mismatch 10^-step, two sites' underflow."""
+    """A run of made-up numbers: reward step / 10, mismatch 10^-step, two sites' weight underflow."""
     config = runs.RunConfig(root=str(root), name=name, tensorboard="off")
     resolved = {"recipe": {"name": name}, "loop": {"steps": steps}}
     with runs.RunDirectory.open(config, resolved=resolved) as run:
@@ -29,8 +29,11 @@ def make_run(
                 "reward_mean": step / 10,
                 "mismatch_kl": 10.0**-step,
                 "logprob_gap_max": 0.0,
-                "attn/qkv/act/underflow": 0.1,
-                "mlp/down/weight/underflow": 0.3,
+                "moved_share": 0.0,
+                "quant/weights/attn/qkv/underflow": 0.1,
+                "quant/weights/mlp/down/underflow": 0.3,
+                "quant/rollout/mlp/down/underflow": 0.5,
+                "quant/trainer/mlp/down/underflow": 0.6,
                 "entropy": 1.0,
                 "completion_length_mean": 8.0,
                 "grad_norm": math.nan if step == 2 else 1.0,
@@ -103,17 +106,18 @@ def test_several_runs_are_overlaid_and_their_differences_listed(tmp_path, monkey
 
 
 def test_a_metric_that_no_run_has_is_left_out_and_said_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, "PANELS", panels.PANELS[4:5])
+    monkeypatch.setattr(plots, "PANELS", [panel for panel in panels.PANELS if panel.name == "entropy"])
     loaded = data.load([make_run(tmp_path, "a", without="entropy")])
     assert plots.draw(loaded, tmp_path / "out") == {}
     assert panels.missing(loaded) == ["Policy entropy: entropy is absent in every run"]
 
 
-def test_underflow_is_the_mean_over_sites(tmp_path):
+def test_underflow_is_the_mean_over_sites_of_one_operand_of_one_side(tmp_path):
     (run,) = data.load([make_run(tmp_path, "a")])
-    panel = next(panel for panel in panels.PANELS if panel.name == "underflow")
-    steps, values = panels.panel_series(run, panel)
-    assert steps.tolist() == list(range(6)) and np.allclose(values, 0.2, rtol=1e-15)
+    by_name = {panel.name: panel for panel in panels.PANELS}
+    for what, expected in {"weights": 0.2, "rollout": 0.5, "trainer": 0.6}.items():
+        steps, values = panels.panel_series(run, by_name[f"underflow_{what}"])
+        assert steps.tolist() == list(range(6)) and np.allclose(values, expected, rtol=1e-15), what
 
 
 def test_the_table_holds_the_numbers(tmp_path):
@@ -122,7 +126,8 @@ def test_the_table_holds_the_numbers(tmp_path):
     assert cells["steps done"] == "6"
     assert cells["reward, first steps"] == "0.1" and cells["reward, last steps"] == "0.4"
     assert cells["mismatch KL, worst (nats/token)"] == "1"
-    assert cells["code underflow, last"] == "20.00 %"
+    assert cells["weight underflow, last"] == "20.00 %"
+    assert cells["activation underflow in the rollout, last"] == "50.00 %"
     assert cells["pass@1 before (95 % interval)"] == "30.0 % [20.0, 40.0]"
     assert cells["pass@1 gain (95 % interval)"] == "+40.0 points [+25.9, +54.1]"  # 0.4 +- hypot(0.1, 0.1)
 

@@ -101,11 +101,19 @@ def test_update_equals_the_straight_line_form():
 
 def test_the_ratio_is_exactly_one_at_the_first_update():
     learner, batch = make_learner(qat_w4a4, dtype="bfloat16"), make_batch()
+    learner = dataclasses.replace(learner, stats="on")
     state = init_state(make_params(), learner.subset, learner.config)
     _, outcome = jax.jit(update, static_argnames="learner")(state, batch, learner=learner)
     ratio = outcome.metrics["policy_ratio"]
     assert float(ratio.total) == float(ratio.count) == float(batch.loss_mask.sum())
     assert float(outcome.metrics["policy_clipped_share"].total) == 0.0
+    # Statistics count real tokens: of each prompt once, and of completions all but the last column's.
+    real = int(batch.token_mask[::GROUP, :WIDTH].sum() + batch.token_mask[:, WIDTH:-1].sum())
+    for site, size in {"attn/qkv": 32, "attn/out": 32, "mlp/gate_up": 32, "mlp/down": 48}.items():
+        act = outcome.stats[site]["act"]
+        assert int(act["saturation"].count) == real * size * MODEL.num_layers, site
+        assert 0 < int(act["underflow"].total) < int(act["underflow"].count) <= int(act["saturation"].count)
+    assert int(outcome.stats["mlp/down"]["weight"]["saturation"].count) == 3 * 32 * 48
 
 
 def _slow_but(fast, *recipes):

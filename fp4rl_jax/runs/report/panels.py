@@ -1,6 +1,7 @@
 """Which pictures a report has: each panel's metric, title, unit, axis and how to read it."""
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Literal
 
 import numpy as np
@@ -16,7 +17,7 @@ class Panel:
         name: the file's name, without ".png".
         title: what a reader calls it.
         unit: the label of the y axis.
-        keys: the metrics key; one that starts with "*" stands for the mean over all keys that end so.
+        key: the metrics key; one with a "*" stands for the mean over all keys that match.
         scale: the y axis; "share" is linear in percent from 0.
         hint: one sentence on what good looks like.
     """
@@ -27,6 +28,17 @@ class Panel:
     key: str
     scale: Literal["linear", "log", "share"]
     hint: str
+
+
+def _underflow(what: str, title: str, values: str) -> Panel:
+    return Panel(
+        f"underflow_{what}",
+        title,
+        "share of values rounded to zero",
+        f"quant/{what}/*/underflow",
+        "share",
+        f"Mean over sites of the non-zero {values} whose code is zero.",
+    )
 
 
 PANELS = (
@@ -48,13 +60,16 @@ PANELS = (
         "The worst token of the step.",
     ),
     Panel(
-        "underflow",
-        "Code underflow",
-        "share of values rounded to zero",
-        "*/underflow",
+        "moved",
+        "Tokens moved by more than 0.01 nats",
+        "share of tokens",
+        "moved_share",
         "share",
-        "Mean over sites and operands of the non-zero values whose FP4 code is zero.",
+        "Flipped activation codes move tokens; with fixed-order sums and equal codes it is 0.",
     ),
+    _underflow("rollout", "Activation underflow, rollout", "activations in the rollout"),
+    _underflow("trainer", "Activation underflow, trainer", "activations in the trainer"),
+    _underflow("weights", "Weight underflow", "published weights"),
     Panel("entropy", "Policy entropy", "nats/token", "entropy", "linear", "A fall to 0 is a collapse."),
     Panel(
         "length",
@@ -85,9 +100,9 @@ PANELS = (
 
 def panel_series(run: RunData, panel: Panel) -> tuple[np.ndarray, np.ndarray]:
     """([S] steps, [S] values) of a panel for a run; both empty if the run lacks the metric."""
-    if not panel.key.startswith("*"):
+    if "*" not in panel.key:
         return run.series(panel.key)
-    keys = [key for key in run.keys() if key.endswith(panel.key[1:])]
+    keys = [key for key in run.keys() if fnmatchcase(key, panel.key)]
     by_step: dict[int, list[float]] = {}
     for key in keys:
         for step, value in zip(*run.series(key), strict=True):
