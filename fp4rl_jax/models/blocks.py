@@ -70,7 +70,7 @@ class SiteCalls:
         self.dtype = dtype_of(side.dtype)
         self.key = key
         self.hint = hint
-        self.stats = stats
+        self.stats: Stats = stats
         self.found: dict[str, PyTree] = {}
 
     def matmul(self, site: str, x: Array, weight: Any, *, mask: Array) -> Array:

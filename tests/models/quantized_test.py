@@ -10,6 +10,8 @@ import pytest
 
 from fp4rl_jax import models, ops
 from fp4rl_jax.formats import make
+from fp4rl_jax.models import stack
+from fp4rl_jax.objectives.means import Sums
 from fp4rl_jax.ops.spec import MatmulSpec, Side, SideSpec
 from fp4rl_jax.quantizers import Quantizer, Stochastic
 from tests.models.helpers import ragged_batch
@@ -60,6 +62,19 @@ def test_statistics_count_real_tokens_and_every_weight(rng):
     assert int(weights["saturation"].count) == 3 * 32 * 48
     assert int(weights["underflow"].count) == 3 * 32 * 48 - 16
     assert int(weights["zero_scale"].count) == 3 * 32 * 3 - 1
+
+
+def test_pieces_of_the_layers_add_what_each_has_counted():
+    """Weights below the trained layers come prepared: only their activations are counted again."""
+    below = {"mlp/down": {"act": Sums(jnp.float32(2), jnp.int32(8))}, "attn/out": {}}
+    above = {
+        "mlp/down": {"act": Sums(jnp.float32(1), jnp.int32(4)), "weight": Sums(jnp.float32(3), jnp.int32(9))},
+        "attn/out": {},
+    }
+    total = stack._together([below, above])
+    assert total["attn/out"] == {} and set(total["mlp/down"]) == {"act", "weight"}
+    found = {name: (float(s.total), int(s.count)) for name, s in total["mlp/down"].items()}
+    assert found == {"act": (3.0, 12), "weight": (3.0, 9)}
 
 
 @pytest.mark.slow
