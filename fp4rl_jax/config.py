@@ -6,8 +6,11 @@ jax touches a device. Nothing below rank 9 sees the root: the loop takes its par
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any
+
+from absl import logging
 
 from fp4rl_jax.configuring import (
     ConfigError,
@@ -16,6 +19,7 @@ from fp4rl_jax.configuring import (
     build,
     checking,
     merge,
+    merge_layers,
     parse_override,
     plugin_section,
     read_file,
@@ -75,16 +79,18 @@ def load(files: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
     """Builds and validates the configuration of `files` (TOML, or a run's config.json) and `overrides`.
 
     Args:
-        files: paths, merged left to right.
-        overrides: `key.path=value` strings, merged after the files, left to right.
+        files: paths, merged left to right. A section whose plug-in a later one changes begins anew,
+            with a warning that names what is dropped.
+        overrides: `key.path=value` strings, merged after the files; together they are one source.
 
     Raises:
         ConfigError: a file that cannot be read, an unknown key or name (with the nearest one), a value
             of the wrong type (with its dotted path), or a configuration that cannot work.
     """
-    values: Mapping[str, Any] = {}
-    for piece in [*map(read_file, files), *map(parse_override, overrides)]:
-        values = merge(values, piece)
+    words = reduce(merge, map(parse_override, overrides), {})
+    values, notices = merge_layers(Config, [*map(read_file, files), words])
+    for line in notices:
+        logging.warning("%s", line)
     config = build(Config, values)
     validate(config)
     return config
