@@ -1,4 +1,12 @@
-"""What the algorithm files share: the result type, the checks, the KL term, the batch."""
+"""What the algorithm files share: settings, the result type, the checks, the KL term, the batch.
+
+An algorithm's file is its formulas: advantages from rewards, a token's loss, and what the loss is a
+mean over. `prepare_with` and `loss_with` put them between the checks that every algorithm makes.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 from typing import Literal
 
@@ -11,7 +19,7 @@ from jax.core import Tracer
 
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.batch import Rollouts, TrainBatch
-from fp4rl_jax.objectives import divergences
+from fp4rl_jax.objectives import advantages, divergences, policy
 from fp4rl_jax.objectives.means import (
     Sums,
     masked_plain_sum,
@@ -19,6 +27,56 @@ from fp4rl_jax.objectives.means import (
     masked_sum,
     weighted_sum,
 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BaseConfig:
+    """The setting of every algorithm.
+
+    Attributes:
+        kl_coef: weight of the KL term to a frozen reference, loss per nat; 0 needs no reference.
+    """
+
+    kl_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_not_negative(kl_coef=self.kl_coef)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether `prepare` must be given ref_logprobs."""
+        return self.kl_coef > 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClippedConfig(BaseConfig):
+    """Settings of an algorithm that limits the ratio to the old policy.
+
+    Attributes:
+        clip_low, clip_high: how far the ratio may fall below and rise above 1.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(clip_low=self.clip_low, clip_high=self.clip_high)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NormalizedConfig(ClippedConfig):
+    """Settings of an algorithm that divides advantages by a standard deviation as well.
+
+    Attributes:
+        std_eps: added to the (population) standard deviation, in units of the reward.
+    """
+
+    std_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(std_eps=self.std_eps)
 
 
 @struct.dataclass
@@ -182,6 +240,131 @@ def make_loss(
     if batch.ref_logprobs is not None:
         metrics["ref_kl"] = masked_plain_sum(_ref_kl(trainer_logprobs, batch, kl_coef=0.0), batch.loss_mask)
     return Loss(sum=sums.total, count=sums.count, metrics=jax.lax.stop_gradient(metrics))
+
+
+class TokenLoss(NamedTuple):
+    """An algorithm's loss by token, before correction weights and KL term; [B, T] each.
+
+    Attributes:
+        loss: float32, differentiable.
+        ratio: float32, to the old policy.
+        clipped: bool, where the algorithm limited the ratio.
+    """
+
+    loss: Array
+    ratio: Array
+    clipped: Array
+
+
+class Validate(Protocol):
+    """An algorithm's `validate`: ValueError where a group size cannot work."""
+
+    def __call__(self, config: Any, *, group_size: int) -> None: ...
+
+
+class Prepare(Protocol):
+    """An algorithm's `prepare`: rollouts and rewards [B] to a batch with advantages [B]."""
+
+    def __call__(
+        self, rollouts: Rollouts, rewards: Array, config: Any, *, ref_logprobs: Array | None = None
+    ) -> TrainBatch: ...
+
+
+class LossFn(Protocol):
+    """An algorithm's `loss` from [B, T] float32 log-probs and detached correction weights."""
+
+    def __call__(self, trainer_logprobs: Array, batch: TrainBatch, weights: Array, config: Any) -> Loss: ...
+
+
+def validate_group(config: Any, *, group_size: int) -> None:
+    """`validate` where the baseline is the group: a group of one has none.
+
+    Raises:
+        ValueError: group_size is below 2; names the algorithm.
+    """
+    require_group(type(config).__module__.rpartition(".")[2], group_size)
+
+
+def prepare_with(advantage: Callable[[Array, Rollouts, Any], Array], *, validate: Validate) -> Prepare:
+    """`prepare` of an algorithm without a term in the reward that needs the reference.
+
+    Args:
+        advantage: (rewards [B] float32, rollouts, config) -> advantages [B] float32.
+        validate: the algorithm's.
+    """
+
+    def prepare(
+        rollouts: Rollouts, rewards: Array, config: Any, *, ref_logprobs: Array | None = None
+    ) -> TrainBatch:
+        """Rollouts and rewards [B] to a batch with advantages [B]; see `_common.checked_rewards`."""
+        validate(config, group_size=rollouts.group_size)
+        rewards = checked_rewards(rewards, rollouts)
+        return train_batch(rollouts, advantage(rewards, rollouts, config), ref_logprobs)
+
+    return prepare
+
+
+def group_normalized(rewards: Array, rollouts: Rollouts, config: Any) -> Array:
+    """A = (r - mean) / (std + eps) over the group, [B]."""
+    return advantages.group_normalized(rewards, group_size=rollouts.group_size, eps=config.std_eps)
+
+
+def loss_with(
+    by_token: Callable[[Array, TrainBatch, Any], TokenLoss], *, mean: Callable[[Array, TrainBatch, Any], Sums]
+) -> LossFn:
+    """`loss` of an algorithm: its token losses times the correction's weights, plus the KL term.
+
+    Args:
+        by_token: (trainer_logprobs, batch, config) -> TokenLoss.
+        mean: (token losses [B, T], batch, config) -> Sums, what the loss is a mean over.
+    """
+
+    def loss(trainer_logprobs: Array, batch: TrainBatch, weights: Array, config: Any) -> Loss:
+        """Policy loss from [B, T] float32 log-probs; `weights` [B, T] are the correction's, detached."""
+        check_loss_inputs(trainer_logprobs, batch, weights)
+        found = by_token(trainer_logprobs, batch, config)
+        token_loss = found.loss * jax.lax.stop_gradient(weights)
+        token_loss = with_ref_kl(token_loss, trainer_logprobs, batch, kl_coef=config.kl_coef)
+        sums = mean(token_loss, batch, config)
+        return make_loss(sums, trainer_logprobs, batch, ratio=found.ratio, clipped=found.clipped)
+
+    return loss
+
+
+def token_ratio(trainer_logprobs: Array, batch: TrainBatch) -> Array:
+    """rho [B, T] = exp(trainer - old log-probs); 1 off the mask."""
+    return jnp.exp(policy.log_ratio(trainer_logprobs, batch.old_logprobs, batch.loss_mask))
+
+
+def clipped_surrogate(ratio: Array, batch: TrainBatch, config: Any) -> TokenLoss:
+    """-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)."""
+    token_loss, clipped = policy.clipped_surrogate(
+        ratio, batch.advantages, clip_low=config.clip_low, clip_high=config.clip_high
+    )
+    return TokenLoss(token_loss, ratio, clipped)
+
+
+def surrogate(trainer_logprobs: Array, batch: TrainBatch, config: Any) -> TokenLoss:
+    """The clipped surrogate of every token's own ratio."""
+    return clipped_surrogate(token_ratio(trainer_logprobs, batch), batch, config)
+
+
+def token_mean(token_loss: Array, batch: TrainBatch, config: Any) -> Sums:
+    """Mean over all tokens."""
+    del config
+    return reduced(token_loss, batch, mean="tokens")
+
+
+def sequence_mean(token_loss: Array, batch: TrainBatch, config: Any) -> Sums:
+    """Mean over the tokens of a sequence, then over sequences."""
+    del config
+    return reduced(token_loss, batch, mean="sequences")
+
+
+def keep_all(rewards: Array, config: Any) -> Array:
+    """`wanted` of an algorithm that drops no group: [P] bool, all True."""
+    del config
+    return all_groups(rewards)
 
 
 def all_groups(rewards: Array) -> Array:

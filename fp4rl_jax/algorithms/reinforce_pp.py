@@ -10,35 +10,27 @@ token carry what comes after it). Works with one completion per prompt.
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
 from fp4rl_jax.algorithms import _common
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.batch import Rollouts, TrainBatch
-from fp4rl_jax.objectives import advantages, policy
+from fp4rl_jax.objectives import advantages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """REINFORCE++'s settings.
+class Config(_common.NormalizedConfig):
+    """REINFORCE++'s settings; `std_eps` is added to the standard deviation over the batch.
 
     Attributes:
-        clip_low, clip_high: how far the ratio may fall below and rise above 1.
-        std_eps: added to the batch's (population) standard deviation, in units of the reward.
         reward_kl_coef: reward per nat of KL to a frozen reference; 0 needs no reference.
-        kl_coef: weight of a KL term in the loss, loss per nat; 0 needs no reference.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    std_eps: float = 1e-6
     reward_kl_coef: float = 0.0
-    kl_coef: float = 0.0
 
     def __post_init__(self) -> None:
-        _common.require_positive(clip_low=self.clip_low, clip_high=self.clip_high, std_eps=self.std_eps)
-        _common.require_not_negative(kl_coef=self.kl_coef, reward_kl_coef=self.reward_kl_coef)
+        super().__post_init__()
+        _common.require_not_negative(reward_kl_coef=self.reward_kl_coef)
 
     @property
     def needs_reference(self) -> bool:
@@ -72,20 +64,5 @@ def _sequence_kl(rollouts: Rollouts, ref_logprobs: Array | None) -> Array:
     return jnp.sum(jnp.where(rollouts.loss_mask, rollouts.rollout_logprobs - ref_logprobs, 0.0), axis=1)
 
 
-def loss(trainer_logprobs: Array, batch: TrainBatch, weights: Array, config: Config) -> _common.Loss:
-    """Policy loss from [B, T] float32 log-probs; `weights` [B, T] are the correction's, detached."""
-    _common.check_loss_inputs(trainer_logprobs, batch, weights)
-    ratio = jnp.exp(policy.log_ratio(trainer_logprobs, batch.old_logprobs, batch.loss_mask))
-    token_loss, clipped = policy.clipped_surrogate(
-        ratio, batch.advantages, clip_low=config.clip_low, clip_high=config.clip_high
-    )
-    token_loss = token_loss * jax.lax.stop_gradient(weights)
-    token_loss = _common.with_ref_kl(token_loss, trainer_logprobs, batch, kl_coef=config.kl_coef)
-    sums = _common.reduced(token_loss, batch, mean="tokens")
-    return _common.make_loss(sums, trainer_logprobs, batch, ratio=ratio, clipped=clipped)
-
-
-def wanted(rewards: Array, config: Config) -> Array:
-    """[P] bool: every group is kept."""
-    del config
-    return _common.all_groups(rewards)
+loss = _common.loss_with(_common.surrogate, mean=_common.token_mean)
+wanted = _common.keep_all

@@ -9,62 +9,38 @@ REINFORCE on whole sequences: no clip, and a sequence's loss is the sum over its
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
 from fp4rl_jax.algorithms import _common
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.batch import Rollouts, TrainBatch
-from fp4rl_jax.objectives import advantages, policy
+from fp4rl_jax.objectives import advantages
+from fp4rl_jax.objectives.means import Sums
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """RLOO's settings.
-
-    Attributes:
-        kl_coef: weight of the KL term to a frozen reference, loss per nat; 0 needs no reference.
-    """
-
-    kl_coef: float = 0.0
-
-    def __post_init__(self) -> None:
-        _common.require_not_negative(kl_coef=self.kl_coef)
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether `prepare` must be given ref_logprobs."""
-        return self.kl_coef > 0
+class Config(_common.BaseConfig):
+    """RLOO has no setting but `kl_coef`."""
 
 
-def validate(config: Config, *, group_size: int) -> None:
-    """Raises ValueError: the baseline is the group, a group of one has none."""
+def _against_others(rewards: Array, rollouts: Rollouts, config: Config) -> Array:
     del config
-    _common.require_group("rloo", group_size)
+    return advantages.leave_one_out(rewards, group_size=rollouts.group_size)
 
 
-def prepare(
-    rollouts: Rollouts, rewards: Array, config: Config, *, ref_logprobs: Array | None = None
-) -> TrainBatch:
-    """Rollouts and rewards [B] to a batch with advantages [B]; see `_common.checked_rewards`."""
-    validate(config, group_size=rollouts.group_size)
-    rewards = _common.checked_rewards(rewards, rollouts)
-    against_others = advantages.leave_one_out(rewards, group_size=rollouts.group_size)
-    return _common.train_batch(rollouts, against_others, ref_logprobs)
-
-
-def loss(trainer_logprobs: Array, batch: TrainBatch, weights: Array, config: Config) -> _common.Loss:
-    """Policy loss from [B, T] float32 log-probs; `weights` [B, T] are the correction's, detached."""
-    _common.check_loss_inputs(trainer_logprobs, batch, weights)
-    ratio = jnp.exp(policy.log_ratio(trainer_logprobs, batch.old_logprobs, batch.loss_mask))
-    token_loss = -ratio * batch.advantages[:, None] * jax.lax.stop_gradient(weights)
-    token_loss = _common.with_ref_kl(token_loss, trainer_logprobs, batch, kl_coef=config.kl_coef)
-    sums = _common.reduced(token_loss, batch, mean="sequences", length=1)
-    clipped = jnp.zeros_like(batch.loss_mask)
-    return _common.make_loss(sums, trainer_logprobs, batch, ratio=ratio, clipped=clipped)
-
-
-def wanted(rewards: Array, config: Config) -> Array:
-    """[P] bool: every group is kept."""
+def _by_token(trainer_logprobs: Array, batch: TrainBatch, config: Config) -> _common.TokenLoss:
     del config
-    return _common.all_groups(rewards)
+    ratio = _common.token_ratio(trainer_logprobs, batch)
+    nowhere = jnp.zeros_like(batch.loss_mask)
+    return _common.TokenLoss(-ratio * batch.advantages[:, None], ratio, nowhere)
+
+
+def _sum_of_tokens(token_loss: Array, batch: TrainBatch, config: Config) -> Sums:
+    del config
+    return _common.reduced(token_loss, batch, mean="sequences", length=1)
+
+
+validate = _common.validate_group
+prepare = _common.prepare_with(_against_others, validate=validate)
+loss = _common.loss_with(_by_token, mean=_sum_of_tokens)
+wanted = _common.keep_all
