@@ -6,9 +6,7 @@ mean over. `prepare_with` and `loss_with` put them between the checks that every
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
-
-from typing import Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 import chex
 import jax

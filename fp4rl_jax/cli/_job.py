@@ -17,6 +17,7 @@ from fp4rl_jax.config import Config
 from fp4rl_jax.data import Prompts
 from fp4rl_jax.loop import Bound, Collector, Job, Parts
 from fp4rl_jax.loop.record import residual_row
+from fp4rl_jax.ops import machine
 from fp4rl_jax.ops.cost import residual_cost
 from fp4rl_jax.ops.spec import Side
 from fp4rl_jax.rollout import (
@@ -52,8 +53,10 @@ def sides(config: Config, model: models.ModelConfig) -> Sides:
     """Resolves both recipes over the sites of `model`.
 
     Raises:
-        ValueError: a recipe's pattern matches no site of this model.
+        ValueError: a recipe's pattern matches no site of this model, or this machine does not keep
+            `ops.order`.
     """
+    machine.require_order(config.ops.order, machine.current())
     names = models.sites(model)
     trainer, rollout = config.recipe.trainer, config.recipe.rollout
     ours = trainer.module.trainer(trainer.config)

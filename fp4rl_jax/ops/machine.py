@@ -16,6 +16,10 @@ import jax
 BFLOAT16_FLAGS = ("avx512_bf16", "amx_bf16")
 
 
+#: Platforms on which every operation with `order="fixed"` is proved to give rows that stand alone.
+FIXED_ORDER_PLATFORMS = ("cpu",)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
     """What the choice of operands and kernels depends on.
@@ -42,6 +46,23 @@ def current() -> Machine:
         return of_device(jax.devices()[0] if default is None else default)
     matching = (d for d in jax.devices(kind.platform) if d.device_kind == kind.device_kind)
     return of_device(next(matching))
+
+
+def require_order(order: str, machine: Machine) -> None:
+    """Refuses an order of sums that the machine's operations do not keep.
+
+    Args:
+        order: "free" or "fixed", as `ops.order` has it.
+        machine: where the program is to run.
+
+    Raises:
+        ValueError: the order is fixed and the platform is not one of `FIXED_ORDER_PLATFORMS`.
+    """
+    if order == "fixed" and machine.platform not in FIXED_ORDER_PLATFORMS:
+        raise ValueError(
+            f'ops.order = "fixed" on {machine.platform} ({machine.device_kind}): matmul, attention and norms '
+            f'have a fixed order on {", ".join(FIXED_ORDER_PLATFORMS)} only, expected ops.order = "free"'
+        )
 
 
 @functools.cache
