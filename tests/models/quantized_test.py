@@ -65,16 +65,18 @@ def test_statistics_count_real_tokens_and_every_weight(rng):
 
 
 def test_pieces_of_the_layers_add_what_each_has_counted():
-    """Weights below the trained layers come prepared: only their activations are counted again."""
-    below = {"mlp/down": {"act": Sums(jnp.float32(2), jnp.int32(8))}, "attn/out": {}}
-    above = {
-        "mlp/down": {"act": Sums(jnp.float32(1), jnp.int32(4)), "weight": Sums(jnp.float32(3), jnp.int32(9))},
-        "attn/out": {},
-    }
+    """Two layers whose weights came prepared, and one that counts its own."""
+
+    def sums(*pairs: tuple[int, int]) -> Sums:
+        total, count = (jnp.array(column) for column in zip(*pairs, strict=True))
+        return Sums(total.astype(jnp.float32), count.astype(jnp.int32), jnp.zeros(len(pairs)))
+
+    below = {"mlp/down": {"act": sums((2, 8), (1, 8))}, "attn/out": {}}
+    above = {"mlp/down": {"act": sums((4, 8)), "weight": sums((3, 9))}, "attn/out": {}}
     total = stack._together([below, above])
     assert total["attn/out"] == {} and set(total["mlp/down"]) == {"act", "weight"}
     found = {name: (float(s.total), int(s.count)) for name, s in total["mlp/down"].items()}
-    assert found == {"act": (3.0, 12), "weight": (3.0, 9)}
+    assert found == {"act": (7.0, 24), "weight": (3.0, 9)}
 
 
 @pytest.mark.slow
