@@ -1,6 +1,12 @@
-"""What `sample` and `eval` share: a model from a path, published as a recipe's rollout side has it."""
+"""What `sample` and `eval` share: a policy, published as a recipe's rollout side has it.
+
+It comes from a model's files and a named recipe, or from a run's last good checkpoint with all that the
+run's configuration says.
+"""
 
 import dataclasses
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,11 +14,18 @@ from absl import flags
 
 from fp4rl_jax import interchange, models, plugins, recipes
 from fp4rl_jax.arrays import DTYPES
-from fp4rl_jax.cli import _flags
+from fp4rl_jax.cli import _flags, _job
+from fp4rl_jax.config import Config
+from fp4rl_jax.config import load as load_config
 from fp4rl_jax.models import ModelConfig
 from fp4rl_jax.ops.spec import Side
 from fp4rl_jax.rollout import Published, SamplingConfig, calibrate, publish
+from fp4rl_jax.runs import Checkpointer, RunNotFoundError
+from fp4rl_jax.runs.directory import CONFIG
 from fp4rl_jax.text import Tokenizer, encode_prompts
+
+#: Flags that say what a run has said already.
+_OF_A_RUN = ("model", "recipe", "dtype")
 
 #: What a recipe that calibrates looks at here, where there is no first batch: one chat each.
 CALIBRATION_PROMPTS = tuple(
@@ -29,17 +42,30 @@ CALIBRATION_WIDTH = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
-    """A published model and what is needed to talk to it."""
+    """A published model and what is needed to talk to it.
+
+    Attributes:
+        published, config, side, tokenizer: the rollout side, as the sampler takes it.
+        recipe: name of the recipe whose rollout side this is.
+        origin: where the weights came from, for the reader.
+    """
 
     published: Published
     config: ModelConfig
     side: Side
     tokenizer: Tokenizer
     recipe: str
+    origin: str
 
 
 def define_flags(values: flags.FlagValues) -> None:
     """Adds the flags that choose and load a policy."""
+    flags.DEFINE_string(
+        "run",
+        None,
+        "a run's folder: the policy of its last good checkpoint, published as the run publishes it",
+        flag_values=values,
+    )
     flags.DEFINE_string("model", "models/smollm2", "a checkpoint folder or a GGUF file", flag_values=values)
     flags.DEFINE_string(
         "recipe", "bf16", "recipe whose rollout side is used (qat_w4a4: FP4)", flag_values=values
@@ -53,16 +79,62 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("seed", 0, "of the sampling", flag_values=values)
 
 
-def load(values: flags.FlagValues) -> Policy:
-    """Loads `--model` and publishes it as `--recipe` says.
+def run_config(values: flags.FlagValues, *, name: str) -> Config | None:
+    """The configuration of `--run`, or None without it.
+
+    Raises:
+        Done: flags say again what the run says (code 2, one line on stderr).
+        RunNotFoundError: the folder holds no run.
+        ConfigError: its configuration is not understood.
+    """
+    if values["run"].value is None:
+        return None
+    given = [f"--{flag}" for flag in _OF_A_RUN if values[flag].present]
+    if given:
+        print(
+            f"fp4rl {name}: --run brings its own model, recipe and dtype: drop {', '.join(given)} or --run",
+            file=sys.stderr,
+        )
+        raise _flags.Done(2)
+    file = Path(_flags.get(values, "run", str)) / CONFIG
+    if not file.is_file():
+        raise RunNotFoundError(f"--run {file.parent}: no run there (it has no {CONFIG})")
+    return load_config([str(file)])
+
+
+def load(values: flags.FlagValues, run: Config | None) -> Policy:
+    """The policy that the flags name; `run` is what `run_config` found.
 
     Raises:
         ValueError: the recipe does not exist or does not fit the model, or the checkpoint is wrong.
         OSError: the checkpoint cannot be read.
+        RunError: no checkpoint of the run is sound; the message names each and its fault.
+        PublishError: its weights are not finite, or differ between the sides.
     """
+    return _from_model(values) if run is None else _from_run(Path(_flags.get(values, "run", str)), run)
+
+
+def _from_run(folder: Path, config: Config) -> Policy:
+    """The rollout side of the last sound checkpoint; later ones that are damaged are named."""
+    if not (folder / "checkpoints").is_dir():
+        raise RunNotFoundError(f"--run {folder}: the run has saved no checkpoint yet")
+    made = _job.builder(config)
+    restored = Checkpointer(folder / "checkpoints").restore(made.template())
+    return Policy(
+        published=made.publish(restored.state),
+        config=made.model,
+        side=made.sides.rollout,
+        tokenizer=made.tokenizer,
+        recipe=config.recipe.rollout.name,
+        origin=f"{folder} after {restored.step} steps",
+    )
+
+
+def _from_model(values: flags.FlagValues) -> Policy:
     recipe, dtype = _flags.get(values, "recipe", str), _flags.get(values, "dtype", str)
     module = plugins.load(recipes, recipe)
-    loaded = interchange.load(_flags.get(values, "model", str), dtype="float32")
+    path = _flags.get(values, "model", str)
+    loaded = interchange.load(path, dtype="float32")
     spec = module.rollout(module.Config())
     side = Side(specs=spec.resolve(models.sites(loaded.config)), dtype=dtype, kv=spec.kv)
     prompts, mask = encode_prompts(loaded.tokenizer, CALIBRATION_PROMPTS, width=CALIBRATION_WIDTH)
@@ -71,15 +143,25 @@ def load(values: flags.FlagValues) -> Policy:
     )
     published = publish(loaded.params, config=loaded.config, side=side, version=0, calibration=calibration)
     return Policy(
-        published=published, config=loaded.config, side=side, tokenizer=loaded.tokenizer, recipe=recipe
+        published=published,
+        config=loaded.config,
+        side=side,
+        tokenizer=loaded.tokenizer,
+        recipe=recipe,
+        origin=path,
     )
 
 
-def sampling(values: flags.FlagValues, tokenizer: Tokenizer) -> SamplingConfig:
-    """The sampling that the flags describe; ValueError naming the flag's value if it is out of range."""
+def sampling(values: flags.FlagValues, tokenizer: Tokenizer, run: Config | None) -> SamplingConfig:
+    """The sampling that the flags describe; ValueError naming the flag's value if it is out of range.
+
+    Answers are as long as the run's where there is one and the flag does not say.
+    """
     found: dict[str, Any] = {
         name: values[name].value for name in ("temperature", "max_new_tokens", "top_k", "top_p", "min_p")
     }
+    if run is not None and not values["max_new_tokens"].present:
+        found["max_new_tokens"] = run.rollout.max_new_tokens
     return SamplingConfig(**found, stop_tokens=tokenizer.stop_ids, pad_token=tokenizer.pad_id)
 
 
@@ -87,4 +169,6 @@ def describe(policy: Policy) -> str:
     """One line about what answers: sites, bits and dtype."""
     bits = policy.published.bits_per_weight
     packed = f"{bits:.2f} bits a weight at its quantized sites" if bits == bits else "weights unquantized"
-    return f"recipe {policy.recipe} (rollout side): {packed}, activations {policy.side.dtype}"
+    return (
+        f"{policy.origin}: recipe {policy.recipe} (rollout side), {packed}, activations {policy.side.dtype}"
+    )

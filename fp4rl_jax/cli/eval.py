@@ -13,9 +13,11 @@ from absl import flags
 from fp4rl_jax import tasks
 from fp4rl_jax.cli import _flags, _policy
 from fp4rl_jax.cli._policy import Policy
-from fp4rl_jax.configuring import ConfigError, merge, parse_override
+from fp4rl_jax.config import Config
+from fp4rl_jax.configuring import ConfigError, merge, parse_override, to_plain
 from fp4rl_jax.configuring.build import build_plugin
 from fp4rl_jax.rollout import Evaluation, Evaluator, PublishError, evaluate
+from fp4rl_jax.runs import RunError
 from fp4rl_jax.tasks import Task
 from fp4rl_jax.text import encode_prompts
 
@@ -26,7 +28,9 @@ def main(argv: Sequence[str]) -> int:
     """Evaluates; exit code 1 if model or task are wrong, 2 for a mistake in the flags."""
     values = flags.FlagValues()
     _policy.define_flags(values)
-    flags.DEFINE_string("task", "arithmetic", "the task to score on", flag_values=values)
+    flags.DEFINE_string(
+        "task", "arithmetic", "the task to score on; with --run, the run's by default", flag_values=values
+    )
     flags.DEFINE_multi_string("set", [], "key=value of the task; repeatable", flag_values=values)
     flags.DEFINE_integer(
         "num_samples", 1, "answers an item; more than 1 needs a temperature", flag_values=values
@@ -38,11 +42,12 @@ def main(argv: Sequence[str]) -> int:
     flags.DEFINE_string("out", None, "write every item's answers here, as JSON lines", flag_values=values)
     _flags.parse(values, argv, name="eval", summary=SUMMARY)
     try:
-        task = build_task(_flags.get(values, "task", str), values["set"].value or ())
-        policy = _policy.load(values)
+        run = _policy.run_config(values, name="eval")
+        task = build_task(_task_settings(values, run), values["set"].value or ())
+        policy = _policy.load(values, run)
         print(_policy.describe(policy), file=sys.stderr)
-        found = _evaluate(policy, task, values)
-    except (ValueError, OSError, ConfigError, PublishError) as error:
+        found = _evaluate(policy, task, values, run)
+    except (ValueError, OSError, ConfigError, PublishError, RunError) as error:
         print(f"fp4rl eval: {error}", file=sys.stderr)
         return 1
     print(summary(found, tuple(int(k) for k in values["pass_at"].value or ())))
@@ -51,17 +56,25 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def build_task(name: str, overrides: Sequence[str]) -> Task:
-    """The task `name` with `key=value` settings; ConfigError or ValueError with the nearest name."""
-    settings: dict[str, Any] = {"name": name}
+def _task_settings(values: flags.FlagValues, run: Config | None) -> dict[str, Any]:
+    """The run's task with its settings, or the task that the flag names with the defaults."""
+    if run is not None and not values["task"].present:
+        return to_plain(run.task)
+    return {"name": _flags.get(values, "task", str)}
+
+
+def build_task(settings: dict[str, Any], overrides: Sequence[str]) -> Task:
+    """The task of `settings` with `key=value` over them; ConfigError or ValueError with the nearest name."""
     for override in overrides:
         settings = dict(merge(settings, parse_override(override)))
     plugin = build_plugin(tasks.__name__, settings, path="task")
     return plugin.module.build(plugin.config)
 
 
-def _evaluate(policy: Policy, task: Task, values: flags.FlagValues) -> Evaluation:
+def _evaluate(policy: Policy, task: Task, values: flags.FlagValues, run: Config | None) -> Evaluation:
     tokenizer, width = policy.tokenizer, _flags.get(values, "prompt_width", int)
+    if run is not None and not values["prompt_width"].present:
+        width = run.rollout.prompt_width
     limit = min(_flags.get(values, "limit", int), len(task.eval))
     evaluator = Evaluator(
         encode=lambda items: encode_prompts(
@@ -71,7 +84,7 @@ def _evaluate(policy: Policy, task: Task, values: flags.FlagValues) -> Evaluatio
         reward=task.reward,
         config=policy.config,
         side=policy.side,
-        sampling=_policy.sampling(values, tokenizer),
+        sampling=_policy.sampling(values, tokenizer, run),
         batch_prompts=_flags.get(values, "batch_prompts", int),
         num_samples=_flags.get(values, "num_samples", int),
     )

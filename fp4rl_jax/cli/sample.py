@@ -14,6 +14,7 @@ from fp4rl_jax.arrays import Array
 from fp4rl_jax.cli import _flags, _policy
 from fp4rl_jax.cli._policy import Policy
 from fp4rl_jax.rollout import PublishError, SamplingConfig, row_keys, sample
+from fp4rl_jax.runs import RunError
 from fp4rl_jax.text import Prompt, encode_prompts
 
 SUMMARY = "chat with a model in the terminal, or answer the prompts of a file"
@@ -37,14 +38,15 @@ def main(argv: Sequence[str]) -> int:
     flags.DEFINE_integer("batch_prompts", 8, "prompts a batch (with --prompts)", flag_values=values)
     _flags.parse(values, argv, name="sample", summary=f"{SUMMARY}\n\n{_USAGE}")
     try:
-        policy = _policy.load(values)
-        sampling = _policy.sampling(values, policy.tokenizer)
+        run = _policy.run_config(values, name="sample")
+        policy = _policy.load(values, run)
+        sampling = _policy.sampling(values, policy.tokenizer, run)
         print(_policy.describe(policy), file=sys.stderr)
         if values["prompts"].value is None:
             _chat(policy, sampling, jax.random.key(_flags.get(values, "seed", int)))
         else:
             _answer_file(policy, sampling, values)
-    except (ValueError, OSError, PublishError) as error:
+    except (ValueError, OSError, PublishError, RunError) as error:
         print(f"fp4rl sample: {error}", file=sys.stderr)
         return 1
     return 0
