@@ -27,7 +27,7 @@ from fp4rl_jax.configuring import (
 )
 from fp4rl_jax.configuring import validate as validate_sections
 from fp4rl_jax.loop.config import EvalConfig, LoopConfig
-from fp4rl_jax.models.config import ModelConfig, sites
+from fp4rl_jax.models.config import ModelConfig, MoeConfig, sites
 from fp4rl_jax.objectives.triage import TriageConfig
 from fp4rl_jax.ops.config import OpsConfig
 from fp4rl_jax.parallel.mesh import MeshConfig
@@ -62,6 +62,7 @@ class Config:
 
     run: RunConfig = RunConfig()
     model: ModelSection = ModelSection()
+    moe: MoeConfig = MoeConfig()
     recipe: RecipeSection = dataclasses.field(default_factory=RecipeSection)
     algorithm: Plugin = plugin_section("fp4rl_jax.algorithms", default="grpo")
     correction: Plugin = plugin_section("fp4rl_jax.corrections", default="tis")
@@ -110,6 +111,7 @@ def validate(config: Config) -> None:
     with checking("algorithm"):
         plugin.module.validate(plugin.config, group_size=config.loop.group_size)
     if config.model.path is None:
+        config.moe.require(config.model.shape)
         with checking("recipe"):
             for side, plugin in (("trainer", config.recipe.trainer), ("rollout", config.recipe.rollout)):
                 getattr(plugin.module, side)(plugin.config).resolve(sites(config.model.shape))

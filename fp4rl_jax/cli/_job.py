@@ -61,10 +61,15 @@ def sides(config: Config, model: models.ModelConfig) -> Sides:
     trainer, rollout = config.recipe.trainer, config.recipe.rollout
     ours = trainer.module.trainer(trainer.config)
     theirs = rollout.module.rollout(rollout.config)
-    order = config.ops.order
+    order, replay = config.ops.order, config.moe.replay
+    config.moe.require(model)
     return Sides(
-        trainer=Side(specs=ours.resolve(names), dtype=config.trainer.dtype, order=order, kv=ours.kv),
-        rollout=Side(specs=theirs.resolve(names), dtype=config.rollout.dtype, order=order, kv=theirs.kv),
+        trainer=Side(
+            specs=ours.resolve(names), dtype=config.trainer.dtype, order=order, kv=ours.kv, replay=replay
+        ),
+        rollout=Side(
+            specs=theirs.resolve(names), dtype=config.rollout.dtype, order=order, kv=theirs.kv, replay=replay
+        ),
     )
 
 
@@ -273,6 +278,7 @@ def builder(config: Config) -> Builder:
         temperature=config.rollout.temperature,
         triage=config.triage,
         stats=config.ops.stats,
+        balance_coef=config.moe.balance_coef,
     )
     return Builder(
         config=config,

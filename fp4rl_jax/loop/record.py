@@ -37,6 +37,9 @@ def rollout_row(collected: Collected) -> Row:
         "sampled_tokens": float(collected.sampled_tokens),
     }
     row |= {f"reward/{name}": float(values.mean()) for name, values in collected.parts.items()}
+    if collected.rollouts.guidance:
+        leaves = jax.tree.leaves(collected.rollouts.guidance)  # [B, T, ...] each
+        row["guidance_bytes_per_token"] = sum(x.nbytes / (x.shape[0] * x.shape[1]) for x in leaves)
     return row | quant_row("rollout", collected.rollouts.stats)
 
 

@@ -1,6 +1,6 @@
 """Decoders: tokens to hidden states, logits and log-probabilities."""
 
-from fp4rl_jax.models.config import FAMILIES, ModelConfig, RopeScaling, num_parameters, sites
+from fp4rl_jax.models.config import FAMILIES, ModelConfig, MoeConfig, RopeScaling, num_parameters, sites
 from fp4rl_jax.models.logprobs import Scores, logits, pick_logprobs, score, tempered, token_logprobs
 from fp4rl_jax.models.params import (
     Leaf,
@@ -26,6 +26,7 @@ __all__ = [
     "GroupForward",
     "Leaf",
     "ModelConfig",
+    "MoeConfig",
     "RopeScaling",
     "Scores",
     "abstract_params",

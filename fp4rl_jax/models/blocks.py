@@ -15,12 +15,12 @@ import jax.numpy as jnp
 
 from fp4rl_jax import ops
 from fp4rl_jax.arrays import Array, PyTree, dtype_of
-from fp4rl_jax.models import rope
+from fp4rl_jax.models import rope, routing
 from fp4rl_jax.models.config import ModelConfig
 from fp4rl_jax.models.numerics import add, round_to, settle, sum_last
 from fp4rl_jax.models.params import SITE_PATHS
 from fp4rl_jax.ops.inputs import input_stats
-from fp4rl_jax.ops.spec import HIGH_PRECISION, MatmulSpec, Order, Side, SiteSpecs
+from fp4rl_jax.ops.spec import MatmulSpec, Order, Side, SiteSpecs
 
 #: What quantization loses is counted; specs make the statistics of inputs that those specs ask for.
 Stats = ops.Stats | SiteSpecs
@@ -62,16 +62,27 @@ class Tokens:
 class SiteCalls:
     """The quantizable matmuls of one layer: finds spec, key and hint by site, gathers statistics.
 
-    Lives for the trace of one layer body; `found` holds {site: {operand: sums}} afterwards.
+    Lives for the trace of one layer body; afterwards `found` holds {site: {operand: sums}}, and
+    `watched` what `watch` asked for of the layer's router, or None.
     """
 
-    def __init__(self, side: Side, *, key: Array | None, hint: PyTree, stats: Stats):
+    def __init__(
+        self,
+        side: Side,
+        *,
+        key: Array | None,
+        hint: PyTree,
+        stats: Stats,
+        watch: routing.Watch = "off",
+    ):
         self.side = side
         self.dtype = dtype_of(side.dtype)
         self.key = key
         self.hint = hint
         self.stats: Stats = stats
+        self.watch: routing.Watch = watch
         self.found: dict[str, PyTree] = {}
+        self.watched: routing.Watched | None = None
 
     def matmul(self, site: str, x: Array, weight: Any, *, mask: Array) -> Array:
         """`ops.matmul` of this site: x [..., K], weight [N, K] -> [..., N] in the activation dtype."""
@@ -193,26 +204,6 @@ def _mlp(h: Array, weights: PyTree, calls: SiteCalls, *, mask: Array) -> Array:
     return calls.matmul("mlp/down", h, weights["down"], mask=mask)
 
 
-def route(
-    h: Array, router: Array | ops.Prepared, *, config: ModelConfig, order: Order
-) -> tuple[Array, Array]:
-    """Scores the experts in float32 and picks the best (Qwen3-MoE: softmax first, then top-k).
-
-    Args:
-        h: [M, D]. router: [E, D], an array or prepared; widened to float32, exactly.
-
-    Returns:
-        gates [M, A] float32, which sum to 1 under `norm_topk`, and experts [M, A] int32, best
-        first, the lower index among equals.
-    """
-    scores = ops.matmul(h.astype(jnp.float32), router, HIGH_PRECISION, order=order)
-    scores = scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-    weights = ops.pointwise(jnp.exp, scores, order=order)
-    gates, experts = jax.lax.top_k(weights, config.num_active)
-    total = sum_last(gates if config.norm_topk else weights, order=order)
-    return gates / total[:, None], experts
-
-
 def _experts(h: Array, weights: PyTree, calls: SiteCalls, *, mask: Array, config: ModelConfig) -> Array:
     """Dropless mixture: tokens sorted by expert, one grouped matmul for each projection.
 
@@ -221,17 +212,25 @@ def _experts(h: Array, weights: PyTree, calls: SiteCalls, *, mask: Array, config
     flat = h.reshape(-1, h.shape[-1])  # [M, D]
     real = jnp.broadcast_to(mask, h.shape[:-1]).reshape(-1)
     order, active = calls.side.order, config.num_active
-    gates, experts = route(flat, weights["router"], config=config, order=order)
-    chosen = jnp.where(real[:, None], experts, config.num_experts).reshape(-1)  # [M * A]
+    record = calls.hint.get(routing.RECORD)
+    record = None if record is None else record.reshape(-1, active)
+    routes = routing.route(
+        flat, weights["router"], config=config, order=order, record=record, replay=calls.side.replay
+    )
+    chosen = jnp.where(real[:, None], routes.experts, config.num_experts).reshape(-1)  # [M * A]
     by_expert = jnp.argsort(chosen, stable=True)
     group_sizes = jnp.bincount(chosen, length=config.num_experts + 1)[:-1].astype(jnp.int32)
+    if calls.watch != "off":
+        watched = routing.watch(routes, real, group_sizes, record, what=calls.watch)
+        shape = (*h.shape[:-1], active)
+        calls.watched = dataclasses.replace(watched, experts=watched.experts.reshape(shape))
     counted = jnp.arange(chosen.size) < jnp.sum(group_sizes)
     rows = jnp.where(counted[:, None], flat[by_expert // active], 0)
     y = calls.grouped("experts/gate_up", rows, weights["gate_up"], group_sizes=group_sizes, mask=counted)
     y = calls.grouped("experts/down", _gate(y, order), weights["down"], group_sizes=group_sizes, mask=counted)
     y = jnp.where(counted[:, None], y, 0)
     y = y[jnp.argsort(by_expert)].reshape(-1, active, h.shape[-1])  # [M, A, D]
-    gates = jnp.broadcast_to(gates[..., None], y.shape)
+    gates = jnp.broadcast_to(routes.gates[..., None], y.shape)
     parts = ops.pointwise(jnp.multiply, y.astype(jnp.float32), gates, order=order)
     mixed = sum_last(jnp.moveaxis(parts, 1, -1), order=order)
     return round_to(mixed, h.dtype).reshape(h.shape)

@@ -1,6 +1,7 @@
 """What a decoder looks like: the static description that every function of `models` takes."""
 
 import dataclasses
+import math
 from typing import Literal
 
 from fp4rl_jax.arrays import check_name
@@ -95,6 +96,33 @@ class ModelConfig:
             raise ValueError(f"num_active must be in 1..{self.num_experts}, got {self.num_active}")
         if self.d_expert < 1:
             raise ValueError(f"a model with experts needs d_expert >= 1, got {self.d_expert}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoeConfig:
+    """What a run does about a mixture's router.
+
+    Attributes:
+        replay: routing replay. "on": the rollout records each token's experts and the trainer takes
+            them, with its own gates; "measure": they are recorded and compared, each side routes by
+            itself; "off".
+        balance_coef: weight of the auxiliary load-balance loss; 0 leaves it out.
+    """
+
+    replay: Literal["off", "measure", "on"] = "off"
+    balance_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_name("moe.replay", self.replay, ("off", "measure", "on"))
+        if not (math.isfinite(self.balance_coef) and self.balance_coef >= 0):
+            raise ValueError(f"moe.balance_coef is {self.balance_coef}, expected a finite number of at least 0")
+
+    def require(self, model: ModelConfig) -> None:
+        """Raises ValueError: something is asked of a model that has no experts."""
+        if model.num_experts == 0 and self != MoeConfig():
+            raise ValueError(
+                f"moe.replay = {self.replay!r}, moe.balance_coef = {self.balance_coef}: the model has no experts"
+            )
 
 
 def sites(config: ModelConfig) -> tuple[str, ...]:

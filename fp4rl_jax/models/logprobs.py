@@ -19,6 +19,7 @@ from fp4rl_jax.models.blocks import Stats
 from fp4rl_jax.models.config import ModelConfig
 from fp4rl_jax.models.numerics import round_to, sum_last
 from fp4rl_jax.models.params import head_weight
+from fp4rl_jax.models.routing import Watch, Watched, pack_hint
 from fp4rl_jax.models.stack import Remat
 from fp4rl_jax.models.transformer import forward_groups
 from fp4rl_jax.ops import kernels
@@ -37,11 +38,13 @@ class Scores:
         entropy: [B, T] float32 nats, of the distribution that token t was drawn from, without
             gradient; None unless asked for.
         stats: quantization statistics by site, or an empty dict.
+        watched: what the routers did, prompts included, stacked over L; None unless asked for.
     """
 
     logprobs: Array
     entropy: Array | None
     stats: PyTree
+    watched: Watched | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -308,10 +311,11 @@ def score(
     chunk: int = 128,
     entropy: Entropy = "on",
     key: Array | None = None,
-    hint: PyTree = None,
+    guidance: PyTree = None,
     stats: Stats = "off",
     remat: Remat = "none",
     trainable_from: int = 0,
+    watch: Watch = "off",
 ) -> Scores:
     """Teacher-forced log-probabilities of a batch's completions, differentiable.
 
@@ -325,6 +329,8 @@ def score(
         temperature: the sampling temperature, > 0.
         chunk: rows whose logits exist at a time.
         entropy: "on" also gives the entropies.
+        guidance: {name: [B, T, L, ...]} in the layout of the batch, or None: what the rollout recorded,
+            given to the layers as their hints.
         The rest is as in `forward`.
 
     Returns:
@@ -346,10 +352,11 @@ def score(
         config=config,
         side=side,
         key=key,
-        hint=hint,
+        hint=pack_hint(guidance or {}, prompt_width=prompt_width, group_size=group_size),
         stats=stats,
         remat=remat,
         trainable_from=trainable_from,
+        watch=watch,
     )
     before = jnp.repeat(out.prompt_hidden, group_size, axis=0)[:, None]  # [B, 1, D]
     hidden = jnp.concatenate([before, out.hidden], axis=1).reshape(-1, config.d_model)
@@ -367,4 +374,9 @@ def score(
     def place(x: Array) -> Array:
         return jnp.pad(x.reshape(completions.shape), ((0, 0), (prompt_width, 0)))
 
-    return Scores(logprobs=place(values), entropy=None if spread is None else place(spread), stats=out.stats)
+    return Scores(
+        logprobs=place(values),
+        entropy=None if spread is None else place(spread),
+        stats=out.stats,
+        watched=out.watched,
+    )

@@ -10,6 +10,7 @@ from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.models.blocks import Attend, SiteCalls, Stats, Tokens, layer
 from fp4rl_jax.models.config import ModelConfig
 from fp4rl_jax.models.params import num_stacked
+from fp4rl_jax.models.routing import Watch
 from fp4rl_jax.objectives.means import add_sums
 from fp4rl_jax.ops.spec import Side, SiteSpecs
 
@@ -59,12 +60,13 @@ class Run:
     side: Side
     stats: Stats
     remat: Remat
+    watch: Watch = "off"
 
     def body(self, carry: Any, weights: PyTree, scanned: Any) -> tuple[Any, Any]:
-        """One layer as a scan body: carry (x, state) -> (carry, (kept, stats))."""
+        """One layer as a scan body: carry (x, state) -> (carry, ((kept, watched), stats))."""
         x, state = carry
         extra, key, hint = scanned
-        calls = SiteCalls(self.side, key=key, hint=hint, stats=self.stats)
+        calls = SiteCalls(self.side, key=key, hint=hint, stats=self.stats, watch=self.watch)
         x, kept, state = layer(
             x,
             weights,
@@ -75,7 +77,7 @@ class Run:
             extra=extra,
             state=state,
         )
-        return (x, state), (kept, calls.found)
+        return (x, state), ((kept, calls.watched), calls.found)
 
     def frozen(self, carry: Any, piece: _Piece, scanned: Any) -> tuple[Any, Any]:
         """Runs layers without gradient: nothing is saved, and the weights are read in place."""
@@ -115,7 +117,7 @@ def run_layers(
     hint: PyTree,
     trainable_from: int,
 ) -> tuple[Array, PyTree, PyTree, PyTree]:
-    """Runs all layers; returns (x, state, kept stacked over L, stats).
+    """Runs all layers; returns (x, state, (kept, watched) stacked over L, stats).
 
     Counts are summed over L, statistics of inputs are stacked over L.
     """

@@ -19,6 +19,7 @@ from fp4rl_jax.arrays import Array, PyTree, dtype_of
 from fp4rl_jax.models import rope
 from fp4rl_jax.models.blocks import Attend, Stats, Tokens
 from fp4rl_jax.models.config import ModelConfig
+from fp4rl_jax.models.routing import Watch, Watched
 from fp4rl_jax.models.numerics import settle
 from fp4rl_jax.models.sequences import (
     KV,
@@ -41,11 +42,13 @@ class Forward:
         hidden: [B, T, D] in the activation dtype, after the final norm.
         kv: the block's own keys and values [L, B, T, K, C]; with a cache, the updated cache.
         stats: {site: {"act" | "weight": sums over layers}}; empty unless asked for.
+        watched: what the routers did, stacked over L; None unless asked for.
     """
 
     hidden: Array
     kv: KV
     stats: PyTree
+    watched: Watched | None = None
 
 
 @struct.dataclass
@@ -55,12 +58,13 @@ class GroupForward:
     Attributes:
         prompt_hidden: [P, D], after the final norm, of each prompt's last column.
         hidden: [B, T, D], after the final norm, of the completion columns.
-        stats: as in `Forward`.
+        stats, watched: as in `Forward`.
     """
 
     prompt_hidden: Array
     hidden: Array
     stats: PyTree
+    watched: Watched | None = None
 
 
 def _embed(fused: PyTree, tokens: Array, side: Side) -> Array:
@@ -93,6 +97,7 @@ def forward(
     stats: Stats = "off",
     remat: Remat = "none",
     trainable_from: int = 0,
+    watch: Watch = "off",
 ) -> Forward:
     """Runs a block of tokens through the model.
 
@@ -114,6 +119,7 @@ def forward(
         remat: "layer" recomputes each layer in the backward.
         trainable_from: layers below run without gradient (and so does the embedding lookup when
             it is above 0); nothing is saved for them.
+        watch: what is returned of the routers, where there are experts.
 
     Returns:
         Forward: hidden [B, T, D], the KV (or the updated cache), statistics.
@@ -145,8 +151,9 @@ def forward(
         side,
         stats,
         remat,
+        watch,
     )
-    x, state, kept, totals = run_layers(
+    x, state, (kept, watched), totals = run_layers(
         _embed(fused, tokens, side),
         fused["layers"],
         run,
@@ -157,7 +164,9 @@ def forward(
         trainable_from=trainable_from,
     )
     hidden = _final_norm(x, fused, config=config, side=side)
-    return Forward(hidden=hidden, kv=kept if cache is None else state, stats=totals)
+    return Forward(
+        hidden=hidden, kv=kept if cache is None else state, stats=totals, watched=watched
+    )
 
 
 def _check_pairs(**given: Any) -> None:
@@ -181,6 +190,7 @@ def forward_groups(
     stats: Stats = "off",
     remat: Remat = "none",
     trainable_from: int = 0,
+    watch: Watch = "off",
 ) -> GroupForward:
     """Runs prompts and the completions that follow them in one pass.
 
@@ -221,8 +231,8 @@ def forward_groups(
         order=side.order,
     )
     turns = rope.rotations(pack(positions_of(prompt_mask), after), config, order=side.order)
-    run = Run(attend, Tokens(*turns, mask), config, side, stats, remat)
-    x, _, _, totals = run_layers(
+    run = Run(attend, Tokens(*turns, mask), config, side, stats, remat, watch)
+    x, _, (_, watched), totals = run_layers(
         _embed(fused, pack(prompts, completions), side),
         fused["layers"],
         run,
@@ -235,5 +245,8 @@ def forward_groups(
     wanted = jnp.concatenate([x[:, width - 1], x[:, width:].reshape(rows * block, x.shape[-1])])
     hidden = _final_norm(wanted, fused, config=config, side=side)
     return GroupForward(
-        prompt_hidden=hidden[:num], hidden=hidden[num:].reshape(rows, block, config.d_model), stats=totals
+        prompt_hidden=hidden[:num],
+        hidden=hidden[num:].reshape(rows, block, config.d_model),
+        stats=totals,
+        watched=watched,
     )

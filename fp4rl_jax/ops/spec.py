@@ -16,6 +16,7 @@ from fp4rl_jax.quantizers.residual import Correction
 Backward = Literal["requantized", "reused", "dequantized", "high_precision"]
 Order = Literal["free", "fixed"]
 Rotation = Literal["none", "hadamard16"]
+Replay = Literal["off", "measure", "on"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,9 +167,12 @@ class Side:
         order: "free" (fastest) or "fixed" (a row's result does not depend on the other rows or
             on how many there are).
         kv: quantizer of the KV cache, or None.
+        replay: of a mixture's routing. The rollout side records its experts unless "off"; the trainer
+            side takes them where "on", and only counts where it would differ where "measure".
     """
 
     specs: SiteSpecs
     dtype: str = "bfloat16"
     order: Order = "free"
     kv: Quantizer | None = None
+    replay: Replay = "off"

@@ -18,7 +18,7 @@ import numpy as np
 from fp4rl_jax import models
 from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.batch import Rollouts
-from fp4rl_jax.models import ModelConfig, logprobs
+from fp4rl_jax.models import ModelConfig, logprobs, routing
 from fp4rl_jax.objectives.means import add_sums
 from fp4rl_jax.ops import Stats
 from fp4rl_jax.ops.spec import Side
@@ -136,7 +136,7 @@ def _sample(
         jnp.repeat(prompt_mask, group_size, axis=0),
     )
     nothing = jnp.zeros_like(before[1])
-    return {
+    return _guidance(prefix, state, group_size=group_size) | {
         "tokens": jnp.concatenate([before[0], state.tokens], axis=1),
         "token_mask": jnp.concatenate([before[1], state.sampled], axis=1),
         "loss_mask": jnp.concatenate([nothing, state.sampled], axis=1),
@@ -144,6 +144,27 @@ def _sample(
         "finished": state.finished,
         "stats": state.stats,
     }
+
+
+def _guidance(prefix: Prefix, state: SamplerState, *, group_size: int) -> dict[str, PyTree]:
+    """The record of all columns, {"guidance": {name: [B, T, L, A]}}; nothing where nothing is kept."""
+    if prefix.routes is None or state.routes is None:
+        return {}
+    prompts = jnp.repeat(prefix.routes, group_size, axis=0)
+    return {"guidance": {routing.RECORD: jnp.concatenate([prompts, state.routes], axis=1)}}
+
+
+def _record(out: models.Forward, real: Array, config: ModelConfig) -> Array | None:
+    """[B, T, L, A] unsigned experts of a forward, the sentinel on padding; None if not watched."""
+    if out.watched is None:
+        return None
+    dtype = routing.record_dtype(config)
+    experts = jnp.moveaxis(out.watched.experts, 0, 2).astype(dtype)
+    return jnp.where(real[:, :, None, None], experts, jnp.asarray(routing.sentinel(dtype), dtype))
+
+
+def _watch(config: ModelConfig, side: Side) -> routing.Watch:
+    return "choices" if config.num_experts and side.replay != "off" else "off"
 
 
 def prefill(
@@ -177,9 +198,12 @@ def prefill(
         positions=positions,
         token_mask=prompt_mask,
         stats=stats,
+        watch=_watch(config, side),
     )
     lengths = jnp.sum(prompt_mask, axis=1, dtype=jnp.int32)
-    return Prefix(kv=out.kv, mask=prompt_mask, lengths=lengths, stats=out.stats), out.hidden[:, -1]
+    routes = _record(out, prompt_mask, config)
+    prefix = Prefix(kv=out.kv, mask=prompt_mask, lengths=lengths, stats=out.stats, routes=routes)
+    return prefix, out.hidden[:, -1]
 
 
 def decode(
@@ -220,9 +244,13 @@ def decode(
         cache=state.cache,
         cache_index=index,
         stats=stats,
+        watch=_watch(config, side),
     )
+    routes, found = state.routes, _record(out, state.alive[:, None], config)
+    if routes is not None and found is not None:
+        routes = jax.lax.dynamic_update_slice_in_dim(routes, found, index, axis=1)
     counted = add_sums(state.stats, out.stats)
-    return dataclasses.replace(state, cache=out.kv, stats=counted), out.hidden[:, 0]
+    return dataclasses.replace(state, cache=out.kv, stats=counted, routes=routes), out.hidden[:, 0]
 
 
 def _emit(
@@ -263,6 +291,11 @@ def _empty_state(
 ) -> SamplerState:
     """The state before the first token: nothing written, rows with a positive limit alive."""
     batch, width = row_limits.shape[0], sampling.max_new_tokens
+    routes = None
+    if _watch(config, side) != "off":
+        dtype = routing.record_dtype(config)
+        shape = (batch, width, config.num_layers, config.num_active)
+        routes = jnp.full(shape, routing.sentinel(dtype), dtype)
     return SamplerState(
         step=jnp.int32(0),
         tokens=jnp.full((batch, width), sampling.pad_token, jnp.int32),
@@ -272,4 +305,5 @@ def _empty_state(
         finished=jnp.zeros(batch, bool),
         cache=models.new_cache(config, num_rows=batch, completion_width=width, dtype=side.dtype),
         stats=stats,
+        routes=routes,
     )

@@ -19,6 +19,8 @@ class SamplerState:
         finished: [B] bool, True once the row has sampled a stop token.
         cache: keys and values of the completion (see `models.new_cache`).
         stats: quantization statistics of all tokens so far, the prompts' included; see `Forward`.
+        routes: [B, Tc, L, A] unsigned, the experts that each fed token took (`models.routing`), or None
+            where nothing is recorded.
     """
 
     step: Array
@@ -29,6 +31,7 @@ class SamplerState:
     finished: Array
     cache: KV
     stats: PyTree
+    routes: Array | None = None
 
 
 @struct.dataclass
@@ -40,9 +43,11 @@ class Prefix:
         mask: [P, Tp] bool, True on real prompt tokens.
         lengths: [P] int32, real tokens of each prompt: the position of its first new token.
         stats: quantization statistics of the prompts' tokens; empty unless asked for.
+        routes: [P, Tp, L, A] unsigned, as in `SamplerState`.
     """
 
     kv: KV
     mask: Array
     lengths: Array
     stats: PyTree
+    routes: Array | None = None

@@ -79,6 +79,16 @@ CATALOGUE = (
     Metric("triage/gated_share", "0..1", "Share of tokens whose weight the Gate lowered."),
     Metric("triage/repair", "nats^2", "Repair's penalty, mean over all segments, before its coefficient."),
     Metric("triage/repair_share", "0..1", "Share of segments that Repair pulls on."),
+    Metric("moe/load_max", "factor", "Share of the busiest expert times the experts, mean over layers."),
+    Metric("moe/load_entropy", "0..1", "Entropy of the experts' load over that of a uniform one."),
+    Metric("moe/idle_share", "0..1", "Share of experts, over layers, that no token of a microbatch took."),
+    Metric("moe/router_entropy", "nats", "Mean entropy of the router's softmax over tokens and layers."),
+    Metric("moe/dropped_share", "0..1", "Share of a token's experts that were not computed; dropless: 0."),
+    Metric("moe/balance_loss", "-", "The load-balance loss before its coefficient; 1 is balanced."),
+    Metric(
+        "moe/changed_share", "0..1", "Share of tokens, over layers, whose experts differ from the rollout's."
+    ),
+    Metric("guidance_bytes_per_token", "bytes", "What the rollout records of a token for the trainer."),
     Metric("entropy", "nats/token", "Mean entropy of the policy over sampled tokens, at the temperature."),
     Metric("loss", "-", "The policy loss; 0 by construction for on-policy group-relative algorithms."),
     Metric("grad_norm", "-", "Global norm of the gradient before clipping."),

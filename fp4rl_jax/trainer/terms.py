@@ -3,7 +3,7 @@
 An update's loss is `sum / count` over its microbatches, divided once at the end. A term with a
 denominator of its own joins it as `count * term`: the update's whole count must then be known before
 the first microbatch is differentiated. It is, because it depends on the batch alone; only the Gate's
-reduction "update" makes it depend on log-probs, and the batch is then scored first (`needs_scores`).
+reduction "update" makes it depend on log-probs, and the batch is then scored first (`counts_weights`).
 """
 
 import dataclasses
@@ -14,8 +14,10 @@ from flax import struct
 
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.batch import TrainBatch
+from fp4rl_jax.models.routing import Watched
 from fp4rl_jax.objectives import triage
 from fp4rl_jax.objectives.means import Sums, Weighting, masked_plain_sum
+from fp4rl_jax.objectives.mixture import changed_share, load_balance_loss, mixture_metrics
 from fp4rl_jax.objectives.triage import TriageConfig
 
 
@@ -26,22 +28,17 @@ class Denominators:
     Attributes:
         loss: [] float32, the algorithm's count; None takes that of the microbatch, which is the batch.
         segments: [] float32, Repair's valid segments.
+        microbatches: static, their number.
     """
 
     loss: Array | None
     segments: Array
+    microbatches: int = struct.field(pytree_node=False, default=1)
 
 
-def adds_terms(config: TriageConfig) -> bool:
-    """Whether a term with its own denominator joins the loss."""
-    return config.repair.scope != "off"
-
-
-def needs_scores(config: TriageConfig, *, num_microbatches: int) -> bool:
-    """Whether the Gate's weights of the whole update are needed before its first gradient."""
-    gate = config.gate
-    weighted = gate.scope != "off" and gate.reduction == "update"
-    return num_microbatches > 1 and weighted and adds_terms(config)
+def counts_weights(config: TriageConfig) -> bool:
+    """Whether the update's count is the sum of the Gate's weights, hence depends on log-probs."""
+    return config.gate.scope != "off" and config.gate.reduction == "update"
 
 
 def gated(share: TrainBatch, logprobs: Array, config: TriageConfig) -> TrainBatch:
@@ -86,3 +83,16 @@ def num_segments(shares: TrainBatch, config: TriageConfig) -> Array:
     mask = shares.loss_mask.reshape(-1, shares.loss_mask.shape[-1])
     count = triage.num_segments(mask, config.repair, start=shares.prompt_width)
     return jnp.maximum(count, 1).astype(jnp.float32)
+
+
+def mixture(watched: Watched, num_active: int) -> tuple[Array, dict[str, Sums]]:
+    """A microbatch's load-balance loss [] float32, differentiable, and the metrics of its routing."""
+    seen = (watched.assigned, watched.prob_sum, watched.tokens, watched.computed, watched.entropy_sum)
+    assigned, prob_sum, tokens, computed, entropy_sum = (jnp.asarray(x) for x in seen)
+    balance = load_balance_loss(assigned, prob_sum, tokens)
+    metrics = mixture_metrics(assigned, computed, tokens, entropy_sum, num_active=num_active)
+    still = jax.lax.stop_gradient(balance)
+    metrics["moe/balance_loss"] = Sums(total=still, count=jnp.int32(1), carry=jnp.zeros_like(still))
+    changed, recorded = jnp.asarray(watched.changed), jnp.asarray(watched.recorded)
+    metrics["moe/changed_share"] = changed_share(changed, recorded)
+    return balance, metrics

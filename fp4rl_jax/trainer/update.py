@@ -51,6 +51,7 @@ class Learner:
         temperature: the sampling temperature that log-probs are taken at.
         triage: the Gate on the loss and the Repair term, both off by default.
         stats: which activations' quantization an update counts; see `ops.stats`.
+        balance_coef: weight of a mixture's load-balance loss.
     """
 
     model: models.ModelConfig
@@ -62,6 +63,12 @@ class Learner:
     temperature: float = 1.0
     triage: TriageConfig = TriageConfig()
     stats: Stats = "off"
+    balance_coef: float = 0.0
+
+    @property
+    def adds_terms(self) -> bool:
+        """Whether a term with a denominator of its own joins the algorithm's loss."""
+        return self.triage.repair.scope != "off" or self.balance_coef > 0
 
 
 @struct.dataclass
@@ -193,8 +200,9 @@ def _score(fused: Any, share: TrainBatch, learner: Learner, *, stats: Stats = "o
         chunk=learner.config.logprob_chunk,
         remat=learner.config.remat,
         trainable_from=learner.subset.first_layer,
-        hint=share.guidance,
+        guidance=share.guidance,
         stats=stats,
+        watch="all" if learner.model.num_experts else "off",
     )
 
 
@@ -209,20 +217,23 @@ def _divisor(count: Array) -> Array:
 
 def _denominators(shares: TrainBatch, learner: Learner) -> terms.Denominators:
     """Those of the whole update, from the stacked microbatches; see `terms`."""
+    parts = shares.tokens.shape[0]
     segments = terms.num_segments(shares, learner.triage)
-    if not terms.adds_terms(learner.triage) or shares.tokens.shape[0] == 1:
-        return terms.Denominators(loss=None, segments=segments)
+    if not learner.adds_terms or parts == 1:
+        return terms.Denominators(loss=None, segments=segments, microbatches=parts)
 
     def count(share: TrainBatch) -> Array:
         blank = jnp.zeros(share.tokens.shape, jnp.float32)
         return learner.loss(blank, share, blank).count.astype(jnp.float32)
 
-    return terms.Denominators(loss=jnp.sum(jax.lax.map(count, shares)), segments=segments)
+    total = jnp.sum(jax.lax.map(count, shares))
+    return terms.Denominators(loss=total, segments=segments, microbatches=parts)
 
 
 def _gate_ahead(shares: TrainBatch, fused: Any, learner: Learner) -> TrainBatch:
     """Attaches the Gate's weights to every microbatch where the update's count depends on them."""
-    if not terms.needs_scores(learner.triage, num_microbatches=shares.tokens.shape[0]):
+    several = learner.adds_terms and shares.tokens.shape[0] > 1
+    if not (several and terms.counts_weights(learner.triage)):
         return shares
     return jax.lax.map(
         lambda share: terms.gated(share, _score(fused, share, learner).logprobs, learner.triage), shares
@@ -262,6 +273,10 @@ def _loss(
     share = terms.gated(share, current, learner.triage)
     found = learner.loss(scores.logprobs, share, weights)
     extra, extra_metrics = terms.added(share, scores.logprobs, learner.triage, denominators)
+    if scores.watched is not None:
+        balance, seen = terms.mixture(scores.watched, learner.model.num_active)
+        extra = extra + learner.balance_coef * balance / denominators.microbatches
+        extra_metrics |= seen
     count = found.count.astype(jnp.float32)
     total = found.sum + extra * (count if denominators.loss is None else denominators.loss)
     parts = _Parts(

@@ -103,7 +103,7 @@ def test_microbatches_give_the_same_update(whole):
     """The weighted mean and Repair have denominators of the whole update, whatever is in memory."""
     state, new, outcome = whole
     other, parts = _UPDATE(state, make_batch(), learner=make_learner(BOTH, rows=2))
-    assert terms.needs_scores(BOTH, num_microbatches=2)
+    assert terms.counts_weights(BOTH)
     assert float(parts.loss) == pytest.approx(float(outcome.loss), rel=1e-5)
     assert float(parts.grad_norm) == pytest.approx(float(outcome.grad_norm), rel=1e-5)
     for name, sums in outcome.metrics.items():

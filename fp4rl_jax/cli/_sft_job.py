@@ -1,0 +1,87 @@
+"""From a configuration to a supervised run, and from its last checkpoint to a model others can read."""
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+
+import jax
+
+from fp4rl_jax import interchange, models
+from fp4rl_jax.arrays import dtype_of
+from fp4rl_jax.cli import _job
+from fp4rl_jax.config import Config
+from fp4rl_jax.corrections import none
+from fp4rl_jax.data import Examples, Prompts, chat_items, encode_examples, require_answers
+from fp4rl_jax.loop import Bound, Job
+from fp4rl_jax.loop.supervised import SupervisedParts, negative_log_likelihood, supervised_step
+from fp4rl_jax.objectives.triage import TriageConfig
+from fp4rl_jax.runs import RunDirectory
+from fp4rl_jax.trainer import TrainState, abstract_state, backbone, join_layers
+
+
+def job(config: Config, directory: RunDirectory, *, target: str) -> tuple[Job, _job.Builder]:
+    """The job that `loop.run` runs, a step of which trains on num_prompts * group_size examples.
+
+    Raises:
+        ValueError: the configuration does not fit, or the task has no answers.
+        CheckpointError: no released family can express the model, so it could not be written.
+        FileExistsError: `target` is there already.
+    """
+    if Path(target).exists():
+        raise FileExistsError(f"{target} exists; choose another --output")
+    made = _job.builder(config)
+    interchange.config_fields(made.model)
+    learner = dataclasses.replace(
+        made.learner,
+        loss=Bound(negative_log_likelihood, None),
+        weights=Bound(none.weights, none.Config()),
+        temperature=1.0,
+        triage=TriageConfig(),
+    )
+    made = dataclasses.replace(made, learner=learner)
+    items = chat_items(config.sft.path) if config.sft.path else made.task.train
+    require_answers(items[:1] if isinstance(items, list) else [items[0]])
+    data = Prompts(items, config.loop.num_prompts * config.loop.group_size, seed=config.run.seed)
+    return (
+        Job(
+            directory=directory,
+            steps=config.loop.steps,
+            make_state=made.state,
+            template=template(made),
+            make_parts=partial(_parts, made, data),
+            data=data,
+            evaluate=made.evaluation(),
+            eval_every=config.eval.every,
+            manifest=made.manifest,
+            step=supervised_step,
+        ),
+        made,
+    )
+
+
+def _parts(made: _job.Builder, data: Prompts, state: TrainState) -> SupervisedParts:
+    rollout = made.config.rollout
+
+    def draw() -> Examples:
+        return encode_examples(
+            made.tokenizer,
+            next(data),
+            prompt_width=rollout.prompt_width,
+            completion_width=rollout.max_new_tokens,
+        )
+
+    base = jax.jit(partial(backbone, model=made.model, side=made.sides.trainer))(state.frozen)
+    return SupervisedParts(learner=made.learner, draw=draw, prompt_width=rollout.prompt_width, base=base)
+
+
+def template(made: _job.Builder) -> TrainState:
+    """The state's shapes, to restore into."""
+    return abstract_state(models.abstract_params(made.model), made.learner.subset, made.config.trainer)
+
+
+def export(job: Job, made: _job.Builder, target: str) -> Path:
+    """Writes the last checkpoint's parameters as a Hugging Face folder, in `rollout.dtype`."""
+    state = job.directory.checkpoints.restore(job.template).state
+    dtype = dtype_of(made.config.rollout.dtype)
+    params = jax.tree.map(lambda x: x.astype(dtype), join_layers(state.params))
+    return interchange.save_hf(params, target, config=made.model, tokenizer=made.tokenizer)

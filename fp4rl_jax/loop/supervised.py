@@ -1,0 +1,75 @@
+"""The supervised step: examples to one update of the same trainer, with the likelihood as its loss."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp4rl_jax.algorithms import Loss
+from fp4rl_jax.arrays import Array, PyTree
+from fp4rl_jax.batch import TrainBatch
+from fp4rl_jax.data import Examples
+from fp4rl_jax.loop import record
+from fp4rl_jax.loop.sync import Step
+from fp4rl_jax.objectives.means import masked_sum
+from fp4rl_jax.trainer import Learner, TrainState, update
+
+_update = jax.jit(update, static_argnames="learner", donate_argnums=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SupervisedParts:
+    """What a supervised step is made of.
+
+    Attributes:
+        learner: the learning side; its loss is `negative_log_likelihood`.
+        draw: the next examples, in data order; moves the data position.
+        prompt_width: columns of the prompts.
+        base: the trainer's `backbone`.
+    """
+
+    learner: Learner
+    draw: Callable[[], Examples]
+    prompt_width: int
+    base: PyTree
+
+
+def negative_log_likelihood(
+    trainer_logprobs: Array, batch: TrainBatch, weights: Array, config: Any = None
+) -> Loss:
+    """-log pi of the completions' tokens, mean over all of them, nats/token; prompts carry no loss."""
+    del weights, config
+    sums = masked_sum(-trainer_logprobs, batch.loss_mask)
+    return Loss(sum=sums.total, count=sums.count, metrics=jax.lax.stop_gradient({"loss": sums}))
+
+
+def supervised_step(state: TrainState, number: int, parts: SupervisedParts) -> tuple[TrainState, Step]:
+    """Makes update `number` from the next examples; `state` is donated."""
+    started = time.perf_counter()
+    examples = parts.draw()
+    rows = examples.tokens.shape[0]
+    batch = TrainBatch(
+        tokens=jnp.asarray(examples.tokens),
+        token_mask=jnp.asarray(examples.token_mask),
+        loss_mask=jnp.asarray(examples.loss_mask),
+        rollout_logprobs=jnp.zeros(examples.tokens.shape, jnp.float32),
+        advantages=jnp.ones(rows, jnp.float32),
+        prompt_width=parts.prompt_width,
+        group_size=1,
+    )
+    state, outcome = _update(state, batch, parts.base, learner=parts.learner)
+    outcome = jax.device_get(outcome)
+    row = record.update_row([outcome])
+    row["trained_tokens"] = float(examples.loss_mask.sum())
+    row["padding_share"] = float(1.0 - examples.token_mask.mean())
+    row["update_seconds"] = row["step_seconds"] = time.perf_counter() - started
+    problems = (
+        () if bool(outcome.applied) else (f"step {number}: update skipped, loss {float(outcome.loss)}",)
+    )
+    state = dataclasses.replace(state, params_version=state.params_version + 1)
+    logprobs = np.asarray(outcome.trainer_logprobs)
+    return state, Step(row=row, collected=None, trainer_logprobs=logprobs, problems=problems)
