@@ -26,6 +26,7 @@ from fp4rl_jax.configuring import (
     to_plain,
 )
 from fp4rl_jax.configuring import validate as validate_sections
+from fp4rl_jax.data.supervised import SftConfig
 from fp4rl_jax.loop.config import EvalConfig, LoopConfig
 from fp4rl_jax.models.config import ModelConfig, MoeConfig, sites
 from fp4rl_jax.objectives.triage import TriageConfig
@@ -68,6 +69,7 @@ class Config:
     correction: Plugin = plugin_section("fp4rl_jax.corrections", default="tis")
     triage: TriageConfig = TriageConfig()
     task: Plugin = plugin_section("fp4rl_jax.tasks", default="arithmetic")
+    sft: SftConfig = SftConfig()
     trainer: TrainerConfig = TrainerConfig()
     rollout: RolloutConfig = RolloutConfig()
     loop: LoopConfig = LoopConfig()

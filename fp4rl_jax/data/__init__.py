@@ -1,5 +1,14 @@
 """Which problems a step trains on: deterministic, resumable, the same for any number of hosts."""
 
 from fp4rl_jax.data.prompts import Prompts, eval_batches
+from fp4rl_jax.data.supervised import Examples, SftConfig, chat_items, encode_examples, require_answers
 
-__all__ = ["Prompts", "eval_batches"]
+__all__ = [
+    "Examples",
+    "Prompts",
+    "SftConfig",
+    "chat_items",
+    "encode_examples",
+    "eval_batches",
+    "require_answers",
+]

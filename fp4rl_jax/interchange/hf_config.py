@@ -17,6 +17,7 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
 }
 #: Fields that `model_config` reads.
 _READ = (
@@ -39,6 +40,7 @@ _HONOURED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "output_attentions": (False,),
     "output_hidden_states": (False,),
+    "router_jitter_noise": (0.0, None),
 }
 #: Fields that say nothing about inference (training, bookkeeping, token ids read by the tokenizer).
 _NOTES = (
@@ -61,7 +63,7 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
         raise CheckpointError(f"config.json: {unknown_name('model_type', str(family), FAMILIES)}")
     _check_fields(fields, family)
     heads, width = _count(fields, "num_attention_heads"), _count(fields, "hidden_size")
-    sparse = family == "qwen3_moe"
+    sparse, mixtral = family in ("qwen3_moe", "mixtral"), family == "mixtral"
     theta, scaling = _rope(fields)
     return ModelConfig(
         family=family,
@@ -80,8 +82,8 @@ def model_config(fields: Mapping[str, Any]) -> ModelConfig:
         qk_norm=family in ("qwen3", "qwen3_moe"),
         num_experts=_num_experts(fields) if sparse else 0,
         num_active=_count(fields, "num_experts_per_tok") if sparse else 0,
-        d_expert=_count(fields, "moe_intermediate_size") if sparse else 0,
-        norm_topk=_need(fields, "norm_topk_prob") if sparse else True,
+        d_expert=_count(fields, "intermediate_size" if mixtral else "moe_intermediate_size") if sparse else 0,
+        norm_topk=_need(fields, "norm_topk_prob") if sparse and not mixtral else True,
         max_length=_count(fields, "max_position_embeddings"),
     )
 
@@ -121,6 +123,14 @@ def config_fields(config: ModelConfig) -> dict[str, Any]:
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
+    if config.family == "mixtral":
+        fields |= {
+            "num_local_experts": config.num_experts,
+            "num_experts_per_tok": config.num_active,
+            "intermediate_size": config.d_expert,
+            "sliding_window": None,
+        }
+        del fields["attention_bias"]
     back = model_config(fields)
     for field in dataclasses.fields(ModelConfig):
         ours, theirs = getattr(config, field.name), getattr(back, field.name)
@@ -188,7 +198,9 @@ def _check_windows(fields: Mapping[str, Any], family: str) -> None:
     if fields.get("use_sliding_window"):
         raise CheckpointError("config.json: use_sliding_window = True is not honoured, expected False")
     window = fields.get("sliding_window")
-    if family == "llama" and window is not None:  # the Qwen families use it only with use_sliding_window
+    if (
+        family in ("llama", "mixtral") and window is not None
+    ):  # the Qwen families use it only with use_sliding_window
         raise CheckpointError(f"config.json: sliding_window = {window} is not honoured, expected null")
     for index, kind in enumerate(fields.get("layer_types") or ()):
         if kind != "full_attention":

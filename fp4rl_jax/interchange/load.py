@@ -9,7 +9,7 @@ from fp4rl_jax.interchange.assemble import assemble, same_values
 from fp4rl_jax.interchange.errors import CheckpointError
 from fp4rl_jax.interchange.gguf_file import GGUFFile
 from fp4rl_jax.interchange.hf_directory import HFDirectory, read_json
-from fp4rl_jax.interchange.naming import GGUF_NAMES, HF_NAMES
+from fp4rl_jax.interchange.naming import GGUF_NAMES, HF_NAMES, hf_names
 from fp4rl_jax.interchange.sources import SOURCES
 from fp4rl_jax.models import ModelConfig
 from fp4rl_jax.text import Tokenizer, from_gguf_metadata
@@ -52,7 +52,7 @@ def load(path: str | Path, *, dtype: str, shardings: PyTree | None = None) -> Lo
     else:
         config, tokenizer = load_config(where), load_hf_tokenizer(where)
         source = HFDirectory(where)
-        names = HF_NAMES
+        names = hf_names(config.family)
         _drop_tied_head(source, config)
     if tokenizer.vocab_size > config.vocab_size:
         raise CheckpointError(

@@ -13,6 +13,7 @@ import jax
 
 from fp4rl_jax.arrays import PyTree
 from fp4rl_jax.models import Leaf
+from fp4rl_jax.models.config import Family
 
 HF_NAMES = {
     "embed": "model.embed_tokens.weight",
@@ -37,6 +38,20 @@ HF_NAMES = {
     "final_norm": "model.norm.weight",
     "head": "lm_head.weight",
 }
+
+_MIXTRAL_MOE = "model.layers.{layer}.block_sparse_moe"
+MIXTRAL_NAMES = HF_NAMES | {
+    "layers/moe/router": f"{_MIXTRAL_MOE}.gate.weight",
+    "layers/moe/gate": f"{_MIXTRAL_MOE}.experts.{{expert}}.w1.weight",
+    "layers/moe/up": f"{_MIXTRAL_MOE}.experts.{{expert}}.w3.weight",
+    "layers/moe/down": f"{_MIXTRAL_MOE}.experts.{{expert}}.w2.weight",
+}
+
+
+def hf_names(family: Family) -> dict[str, str]:
+    """The table of a released family's Hugging Face tensors."""
+    return MIXTRAL_NAMES if family == "mixtral" else HF_NAMES
+
 
 GGUF_NAMES = {
     "embed": "token_embd.weight",

@@ -14,7 +14,7 @@ from fp4rl_jax.arrays import PyTree
 from fp4rl_jax.interchange.errors import CheckpointError
 from fp4rl_jax.interchange.hf_config import config_fields
 from fp4rl_jax.interchange.hf_directory import INDEX, WEIGHTS
-from fp4rl_jax.interchange.naming import HF_NAMES, leaf_paths, pieces
+from fp4rl_jax.interchange.naming import hf_names, leaf_paths, pieces
 from fp4rl_jax.models import ModelConfig, describe
 from fp4rl_jax.text import Tokenizer, save_tokenizer
 
@@ -108,7 +108,7 @@ def _shards(leaves: dict[str, Any], config: ModelConfig, max_bytes: int) -> Iter
     shard: list[_Entry] = []
     size = 0
     for path, leaf in leaf_paths(describe(config)):
-        for piece in pieces(path, leaf, names=HF_NAMES):
+        for piece in pieces(path, leaf, names=hf_names(config.family)):
             more = int(np.prod(piece.shape)) * leaves[path].dtype.itemsize
             if shard and size + more > max_bytes:
                 yield shard

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from absl import logging
 
+from fp4rl_jax.loop.collect import Collected
 from fp4rl_jax.loop.stop import stop_on_signals
-from fp4rl_jax.loop.sync import Parts, Step, train_step
+from fp4rl_jax.loop.sync import Step, train_step
 from fp4rl_jax.rollout.estimators import bootstrap_mean
 from fp4rl_jax.rollout.evaluate import Evaluation
 from fp4rl_jax.runs import RunDirectory, RunError, exit_codes, make_progress
@@ -42,17 +43,19 @@ class Job:
         evaluate: (state) -> Evaluation, or None.
         eval_every: steps between evaluations, 0 for the ends only.
         manifest: (start step) -> the manifest.
+        step: (state, number, parts) -> (state, Step).
     """
 
     directory: RunDirectory
     steps: int
     make_state: Callable[[], TrainState]
     template: TrainState
-    make_parts: Callable[[TrainState], Parts]
+    make_parts: Callable[[TrainState], Any]
     data: Any
     evaluate: Callable[[TrainState], Evaluation] | None
     eval_every: int
     manifest: Callable[[int], Mapping[str, Any]]
+    step: Callable[[TrainState, int, Any], tuple[TrainState, Step]] = train_step
 
 
 def run(job: Job) -> int:
@@ -78,7 +81,7 @@ def run(job: Job) -> int:
             if number == 0:
                 host = {"before": _evaluate(job, state, 0, "before", progress)}
             while number < job.steps and not stop.by:
-                state, step = train_step(state, number, parts)
+                state, step = job.step(state, number, parts)
                 _record(job, number, step, progress)
                 number += 1
                 _check_skips(job, state, parts)
@@ -122,15 +125,15 @@ def _save(job: Job, number: int, state: TrainState, host: Mapping[str, Any]) -> 
 def _record(job: Job, number: int, step: Step, progress: Progress) -> None:
     row = job.directory.metrics.write(number, step.row)
     every = job.directory.config.transcripts_every
-    if every and number % every == 0:
-        job.directory.write_transcripts(number, _transcripts(step, job.directory.config.transcripts_per_step))
+    if step.collected is not None and every and number % every == 0:
+        count = job.directory.config.transcripts_per_step
+        job.directory.write_transcripts(number, _transcripts(step, step.collected, count))
     for line in step.problems:
         progress.message(line)
     progress.advance(number, row)
 
 
-def _transcripts(step: Step, count: int) -> list[dict[str, Any]]:
-    collected = step.collected
+def _transcripts(step: Step, collected: Collected, count: int) -> list[dict[str, Any]]:
     gap = np.abs(step.trainer_logprobs - np.asarray(collected.rollouts.rollout_logprobs))
     gap = np.where(np.asarray(collected.rollouts.loss_mask), gap, 0.0).max(axis=-1)
     rows = len(collected.completions)
@@ -146,7 +149,7 @@ def _transcripts(step: Step, count: int) -> list[dict[str, Any]]:
     ]
 
 
-def _check_skips(job: Job, state: TrainState, parts: Parts) -> None:
+def _check_skips(job: Job, state: TrainState, parts: Any) -> None:
     skipped, limit = int(state.skipped), parts.learner.config.max_skipped
     if skipped < limit:
         return

@@ -57,13 +57,13 @@ class Step:
 
     Attributes:
         row: its metrics, by key.
-        collected: its rollouts.
+        collected: its rollouts; None where a step samples none.
         trainer_logprobs: [B, T] float32, at the rollout's version.
         problems: a line for every skipped update.
     """
 
     row: record.Row
-    collected: Collected
+    collected: Collected | None
     trainer_logprobs: np.ndarray
     problems: tuple[str, ...]
 

@@ -6,8 +6,8 @@ from typing import Literal
 
 from fp4rl_jax.arrays import check_name
 
-Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
-FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3", "qwen3_moe")
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
+FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 
 DENSE_SITES = ("attn/qkv", "attn/out", "mlp/gate_up", "mlp/down")
 EXPERT_SITES = ("attn/qkv", "attn/out", "experts/gate_up", "experts/down")
