@@ -42,7 +42,7 @@ class ModelSection:
     """The policy to start from.
 
     Attributes:
-        path: a Hugging Face folder or a GGUF file; none starts from random parameters.
+        path: a Hugging Face folder, a GGUF file or `packaged:NAME`; none starts from random parameters.
         shape: the shape of those; refused beside a path, which brings its own.
     """
 

@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from fp4rl_jax.arrays import PyTree
+from fp4rl_jax.arrays import PyTree, check_name
 from fp4rl_jax.interchange import gguf_model, hf_config
 from fp4rl_jax.interchange.assemble import assemble, same_values
 from fp4rl_jax.interchange.errors import CheckpointError
@@ -14,6 +14,10 @@ from fp4rl_jax.interchange.sources import SOURCES
 from fp4rl_jax.models import ModelConfig
 from fp4rl_jax.text import Tokenizer, from_gguf_metadata
 from fp4rl_jax.text import load_tokenizer as load_hf_tokenizer
+
+#: Models that ship with the package, and how a path names one.
+PACKAGED = Path(__file__).parents[1] / "packaged"
+PREFIX = "packaged:"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,8 +33,9 @@ def load(path: str | Path, *, dtype: str, shardings: PyTree | None = None) -> Lo
     """Loads a checkpoint, tensor by tensor, into the stacked master tree.
 
     Args:
-        path: a Hugging Face directory (config.json, safetensors, tokenizer.json), a GGUF file, or a
-            directory with exactly one GGUF file (as `fp4rl fetch` leaves).
+        path: a Hugging Face directory (config.json, safetensors, tokenizer.json), a GGUF file, a
+            directory with exactly one GGUF file (as `fp4rl fetch` leaves), or `packaged:NAME`, a model
+            that ships with the package.
         dtype: master dtype, "float32" or "bfloat16"; stored values are rounded to nearest even.
         shardings: where each leaf goes (`models.shardings`), or None for the default device.
 
@@ -80,6 +85,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 def _locate(path: str | Path) -> Path:
     """The GGUF file or the Hugging Face directory that `path` means."""
+    if str(path).startswith(PREFIX):
+        name = str(path).removeprefix(PREFIX)
+        return PACKAGED / check_name("packaged model", name, sorted(p.name for p in PACKAGED.iterdir()))
     where = Path(path)
     if not where.exists():
         hint = f"run `fp4rl fetch {where.name}`" if where.name in SOURCES else "check the path"
