@@ -30,6 +30,8 @@ class Rollouts:
             `rollout_logprobs[b, t]` scores `tokens[b, t]`.
         finished: [B] bool, True where the row ended by a stop token, not by its length limit.
         params_version: [] int32, the version that every token of the batch was sampled from.
+        candidates, candidate_logprobs: [B, T, k] int32 and float32 nats, the sampler's likeliest tokens at
+            every sampled column, or None where nothing asks for them.
         guidance: what the rollout spec's `capture` asked for, or None.
         stats: per-site quantization statistics of the sampler, over all that it sampled, or an empty dict.
         prompt_width: static, columns of the prompt part.
@@ -43,6 +45,8 @@ class Rollouts:
     rollout_logprobs: Array
     finished: Array
     params_version: Array
+    candidates: Array | None = None
+    candidate_logprobs: Array | None = None
     guidance: PyTree = None
     stats: PyTree = struct.field(default_factory=dict)
     prompt_width: int = struct.field(pytree_node=False, default=0)
@@ -60,8 +64,10 @@ class TrainBatch:
         old_logprobs: [B, T] float32, the trainer's at the rollout's version; None on the first
             update of a rollout, where they equal the current ones by definition (ratio 1).
         ref_logprobs: [B, T] float32, a frozen reference's, or None without a KL term.
+        candidates, candidate_logprobs: as in `Rollouts`.
         guidance: the rollout's, passed on as `hint`.
         weighting: weights of the tokens' losses and their reduction, or None: the algorithm's own mean.
+        token_term: [B, T] float32, added to the tokens' losses; the trainer's, differentiated.
         prompt_width, group_size: static, as in `Rollouts`.
     """
 
@@ -72,8 +78,11 @@ class TrainBatch:
     advantages: Array
     old_logprobs: Array | None = None
     ref_logprobs: Array | None = None
+    candidates: Array | None = None
+    candidate_logprobs: Array | None = None
     guidance: PyTree = None
     weighting: Weighting | None = None
+    token_term: Array | None = None
     prompt_width: int = struct.field(pytree_node=False, default=0)
     group_size: int = struct.field(pytree_node=False, default=1)
 

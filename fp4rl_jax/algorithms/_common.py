@@ -167,6 +167,8 @@ def train_batch(rollouts: Rollouts, advantages: Array, ref_logprobs: Array | Non
         rollout_logprobs=rollouts.rollout_logprobs,
         advantages=advantages,
         ref_logprobs=ref_logprobs,
+        candidates=rollouts.candidates,
+        candidate_logprobs=rollouts.candidate_logprobs,
         guidance=rollouts.guidance,
         prompt_width=rollouts.prompt_width,
         group_size=rollouts.group_size,
@@ -212,10 +214,13 @@ def reduced(
 
     Args:
         token_loss: [B, T] float32, correction weights and KL term included.
-        batch: its `weighting` replaces or, with reduction "algorithm", weighs the algorithm's mean.
+        batch: its `token_term` is added; its `weighting` replaces or, with reduction "algorithm", weighs
+            the algorithm's mean.
         mean: over all tokens, or over the sequences' means.
         length: divides every sequence instead of its own token count.
     """
+    if batch.token_term is not None:
+        token_loss = token_loss + batch.token_term
     weighting = batch.weighting
     if weighting is not None and weighting.reduction != "algorithm":
         return weighted_sum(token_loss, batch.loss_mask, weighting)

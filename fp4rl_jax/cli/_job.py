@@ -242,7 +242,7 @@ class Builder:
             reward=self.task.reward,
             config=self.model,
             side=self.sides.rollout,
-            sampling=dataclasses.replace(self.sampling, temperature=settings.temperature),
+            sampling=dataclasses.replace(self.sampling, temperature=settings.temperature, num_candidates=0),
             batch_prompts=min(settings.batch_prompts, settings.problems),
             num_samples=settings.samples,
         )
@@ -266,7 +266,14 @@ def builder(config: Config) -> Builder:
     model = model_shape(config)
     tokenizer = _tokenizer(config)
     both = sides(config, model)
-    sampling = config.rollout.sampling(stop_tokens=tokenizer.stop_ids, pad_token=tokenizer.pad_id)
+    sampling = dataclasses.replace(
+        config.rollout.sampling(stop_tokens=tokenizer.stop_ids, pad_token=tokenizer.pad_id),
+        num_candidates=getattr(config.correction.config, "num_candidates", 0),
+    )
+    if sampling.num_candidates > model.vocab_size:
+        raise ValueError(
+            f"correction.num_candidates = {sampling.num_candidates}: the vocabulary has {model.vocab_size} tokens"
+        )
     shapes = models.abstract_params(model)
     learner = Learner(
         model=model,

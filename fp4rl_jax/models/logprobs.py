@@ -39,12 +39,14 @@ class Scores:
             gradient; None unless asked for.
         stats: quantization statistics by site, or an empty dict.
         watched: what the routers did, prompts included, stacked over L; None unless asked for.
+        candidates: [B, T, k] float32 nats, of the tokens asked for, differentiable; 0 where there are none.
     """
 
     logprobs: Array
     entropy: Array | None
     stats: PyTree
     watched: Watched | None = None
+    candidates: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,6 +185,49 @@ def token_logprobs(
     return logprobs, jnp.where(mask, jax.lax.stop_gradient(spread[:num][back]), 0.0)
 
 
+def candidate_logprobs(
+    fused: PyTree,
+    hidden: Array,
+    targets: Array,
+    logprobs: Array,
+    candidates: Array,
+    *,
+    temperature: float,
+    chunk: int = 128,
+) -> Array:
+    """Log-probabilities of further tokens of each row, from that of its target and differences of logits.
+
+    Args:
+        fused: tree with the head. hidden: [N, D], after the final norm. targets: [N] int32.
+        logprobs: [N] float32, of the targets (`token_logprobs`).
+        candidates: [N, k] int32.
+        temperature: > 0, static.
+        chunk: rows whose [chunk, k, D] weights exist at a time; the backward recomputes them.
+
+    Returns:
+        [N, k] float32 nats, differentiable in hidden, head and logprobs.
+    """
+    num = hidden.shape[0]
+    chunk = max(1, min(chunk, num))
+    head = _prepared_head(fused, hidden.dtype).operand
+
+    @jax.checkpoint
+    def gaps(part: tuple[Array, Array]) -> Array:
+        rows, tokens = part  # [chunk, D], [chunk, 1 + k]
+        scores = jnp.einsum(
+            "md,mkd->mk", rows.astype(head.dtype), head[tokens], precision="highest",
+            preferred_element_type=jnp.float32,
+        )  # fmt: skip
+        return tempered(scores[:, 1:] - scores[:, :1], temperature)
+
+    tokens = jnp.concatenate([targets[:, None], candidates], axis=1)
+    parts = [
+        jnp.pad(x, ((0, -num % chunk), (0, 0))).reshape(-1, chunk, x.shape[1]) for x in (hidden, tokens)
+    ]
+    found = jax.lax.map(gaps, tuple(parts)).reshape(-1, candidates.shape[1])[:num]
+    return logprobs[:, None] + found
+
+
 def _rows(x: Array, index: Array, chunk: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, index * chunk, chunk)
 
@@ -316,6 +361,7 @@ def score(
     remat: Remat = "none",
     trainable_from: int = 0,
     watch: Watch = "off",
+    candidates: Array | None = None,
 ) -> Scores:
     """Teacher-forced log-probabilities of a batch's completions, differentiable.
 
@@ -331,6 +377,7 @@ def score(
         entropy: "on" also gives the entropies.
         guidance: {name: [B, T, L, ...]} in the layout of the batch, or None: what the rollout recorded,
             given to the layers as their hints.
+        candidates: [B, T, k] int32, further tokens to score at every completion column, or None.
         The rest is as in `forward`.
 
     Returns:
@@ -371,6 +418,16 @@ def score(
         entropy=entropy,
     )
 
+    further = None
+    if candidates is not None:
+        count = candidates.shape[-1]
+        asked = candidates[:, prompt_width:].reshape(-1, count)
+        further = candidate_logprobs(
+            fused, hidden, completions.reshape(-1), values, asked, temperature=temperature, chunk=chunk
+        )
+        further = jnp.where(mask.reshape(-1, 1), further, 0.0).reshape(*completions.shape, count)
+        further = jnp.pad(further, ((0, 0), (prompt_width, 0), (0, 0)))
+
     def place(x: Array) -> Array:
         return jnp.pad(x.reshape(completions.shape), ((0, 0), (prompt_width, 0)))
 
@@ -379,4 +436,5 @@ def score(
         entropy=None if spread is None else place(spread),
         stats=out.stats,
         watched=out.watched,
+        candidates=further,
     )

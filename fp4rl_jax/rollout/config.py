@@ -22,6 +22,7 @@ class SamplingConfig:
             Evaluation only.
         min_p: keep tokens with at least this share of the likeliest one's probability; 0 keeps
             all. Evaluation only.
+        num_candidates: likeliest tokens recorded with their log-probs at every sampled column.
 
     Raises:
         ValueError: a value is outside its range; the message names it.
@@ -34,6 +35,7 @@ class SamplingConfig:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    num_candidates: int = 0
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.temperature):
@@ -42,6 +44,8 @@ class SamplingConfig:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (off) or more, got {self.top_k}")
+        if self.num_candidates < 0:
+            raise ValueError(f"num_candidates must be 0 (off) or more, got {self.num_candidates}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if not 0.0 <= self.min_p < 1.0:

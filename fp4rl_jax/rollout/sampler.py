@@ -136,7 +136,8 @@ def _sample(
         jnp.repeat(prompt_mask, group_size, axis=0),
     )
     nothing = jnp.zeros_like(before[1])
-    return _guidance(prefix, state, group_size=group_size) | {
+    recorded = _guidance(prefix, state, group_size=group_size) | _candidates(state, prompts.shape[1])
+    return recorded | {
         "tokens": jnp.concatenate([before[0], state.tokens], axis=1),
         "token_mask": jnp.concatenate([before[1], state.sampled], axis=1),
         "loss_mask": jnp.concatenate([nothing, state.sampled], axis=1),
@@ -152,6 +153,24 @@ def _guidance(prefix: Prefix, state: SamplerState, *, group_size: int) -> dict[s
         return {}
     prompts = jnp.repeat(prefix.routes, group_size, axis=0)
     return {"guidance": {routing.RECORD: jnp.concatenate([prompts, state.routes], axis=1)}}
+
+
+def _candidates(state: SamplerState, prompt_width: int) -> dict[str, PyTree]:
+    """The recorded likeliest tokens of all columns, zeros in the prompt's; nothing where nothing is kept."""
+    if state.candidates is None or state.candidate_logprobs is None:
+        return {}
+    pad = ((0, 0), (prompt_width, 0), (0, 0))
+    return {
+        "candidates": jnp.pad(state.candidates, pad),
+        "candidate_logprobs": jnp.pad(state.candidate_logprobs, pad),
+    }
+
+
+def _likeliest(scores: Array, token: Array, logprob: Array, count: int) -> tuple[Array, Array]:
+    """([B, k] int32, [B, k] float32 nats) of tempered logits [B, V], from one token's own log-prob."""
+    best, tokens = jax.lax.top_k(scores, count)
+    own = jnp.take_along_axis(scores, token[:, None], axis=1)
+    return tokens.astype(jnp.int32), logprob[:, None] + (best - own)
 
 
 def _record(out: models.Forward, real: Array, config: ModelConfig) -> Array | None:
@@ -267,6 +286,14 @@ def _emit(
     scores = logprobs.tempered(logits, sampling.logprob_temperature)
     token = jnp.where(state.alive, choose(scores, step_keys, sampling), sampling.pad_token)
     logprob = logprobs.pick_logprobs(scores, token, order=side.order)
+    likeliest = (state.candidates, state.candidate_logprobs)
+    if sampling.num_candidates:
+        found = _likeliest(scores, token, logprob, sampling.num_candidates)
+        likeliest = jax.tree.map(
+            lambda column, x: jax.lax.dynamic_update_slice_in_dim(column, x[:, None], state.step, axis=1),
+            likeliest,
+            found,
+        )
     logprob = jnp.where(state.alive, logprob, 0.0)
     stopped = state.alive & jnp.isin(token, jnp.asarray(sampling.stop_tokens, jnp.int32))
     step = state.step + 1
@@ -283,6 +310,8 @@ def _emit(
         sampled=write(state.sampled, state.alive),
         alive=state.alive & ~stopped & (step < limits),
         finished=state.finished | stopped,
+        candidates=likeliest[0],
+        candidate_logprobs=likeliest[1],
     )
 
 
@@ -296,7 +325,11 @@ def _empty_state(
         dtype = routing.record_dtype(config)
         shape = (batch, width, config.num_layers, config.num_active)
         routes = jnp.full(shape, routing.sentinel(dtype), dtype)
+    shape = (batch, width, sampling.num_candidates)
+    asked = sampling.num_candidates > 0
     return SamplerState(
+        candidates=jnp.zeros(shape, jnp.int32) if asked else None,
+        candidate_logprobs=jnp.zeros(shape, jnp.float32) if asked else None,
         step=jnp.int32(0),
         tokens=jnp.full((batch, width), sampling.pad_token, jnp.int32),
         logprobs=jnp.zeros((batch, width), jnp.float32),

@@ -19,6 +19,7 @@ class SamplerState:
         finished: [B] bool, True once the row has sampled a stop token.
         cache: keys and values of the completion (see `models.new_cache`).
         stats: quantization statistics of all tokens so far, the prompts' included; see `Forward`.
+        candidates, candidate_logprobs: [B, Tc, k] int32 and float32 nats, or None.
         routes: [B, Tc, L, A] unsigned, the experts that each fed token took (`models.routing`), or None
             where nothing is recorded.
     """
@@ -32,6 +33,8 @@ class SamplerState:
     cache: KV
     stats: PyTree
     routes: Array | None = None
+    candidates: Array | None = None
+    candidate_logprobs: Array | None = None
 
 
 @struct.dataclass

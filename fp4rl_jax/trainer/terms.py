@@ -16,6 +16,7 @@ from fp4rl_jax.arrays import Array
 from fp4rl_jax.batch import TrainBatch
 from fp4rl_jax.models.routing import Watched
 from fp4rl_jax.objectives import triage
+from fp4rl_jax.objectives.centering import centering_term
 from fp4rl_jax.objectives.means import Sums, Weighting, masked_plain_sum
 from fp4rl_jax.objectives.mixture import changed_share, load_balance_loss, mixture_metrics
 from fp4rl_jax.objectives.triage import TriageConfig
@@ -50,6 +51,14 @@ def gated(share: TrainBatch, logprobs: Array, config: TriageConfig) -> TrainBatc
         delta, share.advantages, share.loss_mask, config.gate, start=share.prompt_width
     )
     return dataclasses.replace(share, weighting=Weighting(weights=weights, reduction=config.gate.reduction))
+
+
+def centered(share: TrainBatch, logprobs: Array | None) -> TrainBatch:
+    """The batch with Score Centering's term, from the candidates' log-probs [B, T, k] if there are any."""
+    if logprobs is None or share.candidate_logprobs is None:
+        return share
+    term = centering_term(logprobs, share.candidate_logprobs, share.advantages, share.loss_mask)
+    return dataclasses.replace(share, token_term=term)
 
 
 def added(

@@ -201,6 +201,7 @@ def _score(fused: Any, share: TrainBatch, learner: Learner, *, stats: Stats = "o
         remat=learner.config.remat,
         trainable_from=learner.subset.first_layer,
         guidance=share.guidance,
+        candidates=share.candidates,
         stats=stats,
         watch="all" if learner.model.num_experts else "off",
     )
@@ -270,7 +271,7 @@ def _loss(
     old = current if share.old_logprobs is None else share.old_logprobs
     log_ratio = jnp.where(share.loss_mask, old - share.rollout_logprobs, 0.0)
     weights = jax.lax.stop_gradient(learner.weights(log_ratio, share.loss_mask))
-    share = terms.gated(share, current, learner.triage)
+    share = terms.centered(terms.gated(share, current, learner.triage), scores.candidates)
     found = learner.loss(scores.logprobs, share, weights)
     extra, extra_metrics = terms.added(share, scores.logprobs, learner.triage, denominators)
     if scores.watched is not None:

@@ -28,7 +28,7 @@ def test_the_record_is_aligned_with_tokens_layers_and_rows():
     found = tiny.draw(
         publish(params, config=MOE, side=rollout, version=0), jnp.asarray(prompts), jnp.asarray(mask),
         config=MOE, side=rollout, group_size=GROUP, row_limits=jnp.array([6, 3, 0, 5]),
-        sampling=SamplingConfig(max_new_tokens=NEW, stop_tokens=(2,)),
+        sampling=SamplingConfig(max_new_tokens=NEW, stop_tokens=(2,), num_candidates=3),
     )  # fmt: skip
     record = np.asarray(found.guidance[routing.RECORD])
     assert record.shape == (4, WIDTH + NEW, MOE.num_layers, 2) and record.dtype == np.uint8
@@ -42,10 +42,20 @@ def test_the_record_is_aligned_with_tokens_layers_and_rows():
         lambda p, r: logprobs.score(
             models.fuse(p), r.tokens, r.token_mask, prompt_width=WIDTH, group_size=GROUP, config=MOE,
             side=trainer, temperature=1.0, chunk=8, entropy="off", guidance=r.guidance, watch="all",
+            candidates=r.candidates,
         )
     )  # fmt: skip
     scores = score(params, found)
     np.testing.assert_allclose(scores.logprobs, found.rollout_logprobs, rtol=0, atol=2e-5)
+    # the likeliest tokens recorded beside it: those of the same distribution, and scored alike
+    drawn = np.asarray(found.loss_mask)
+    theirs = np.where(drawn[..., None], found.candidate_logprobs, 0.0)
+    np.testing.assert_allclose(scores.candidates, theirs, rtol=0, atol=2e-5)
+    assert np.all(np.diff(theirs[drawn]) <= 0) and np.all(np.exp(theirs[drawn]).sum(-1) < 1 + 1e-5)
+    among = np.asarray(found.candidates)[drawn] == np.asarray(found.tokens)[drawn][:, None]
+    np.testing.assert_allclose(
+        theirs[drawn][among], np.asarray(found.rollout_logprobs)[drawn][among.any(-1)], rtol=0, atol=2e-6
+    )
     own = np.moveaxis(np.asarray(scores.watched.experts), 0, 2)  # [P, Tp + G (Tc - 1), L, A]
     seen = np.full(record.shape, 255, np.uint8)
     seen[:, :WIDTH] = np.repeat(own[:, :WIDTH], GROUP, axis=0)
