@@ -272,7 +272,8 @@ def builder(config: Config) -> Builder:
     )
     if sampling.num_candidates > model.vocab_size:
         raise ValueError(
-            f"correction.num_candidates = {sampling.num_candidates}: the vocabulary has {model.vocab_size} tokens"
+            f"correction.num_candidates = {sampling.num_candidates}: the vocabulary has "
+            f"{model.vocab_size} tokens"
         )
     shapes = models.abstract_params(model)
     learner = Learner(
