@@ -67,6 +67,8 @@ class TrainBatch:
         candidates, candidate_logprobs: as in `Rollouts`.
         guidance: the rollout's, passed on as `hint`.
         weighting: weights of the tokens' losses and their reduction, or None: the algorithm's own mean.
+        segments: [B, T] int32, the example of each column where rows hold several, counted from 1, and 0 on
+            padding; None in the layout above. Tokens see their own example alone.
         token_term: [B, T] float32, added to the tokens' losses; the trainer's, differentiated.
         prompt_width, group_size: static, as in `Rollouts`.
     """
@@ -83,6 +85,7 @@ class TrainBatch:
     guidance: PyTree = None
     weighting: Weighting | None = None
     token_term: Array | None = None
+    segments: Array | None = None
     prompt_width: int = struct.field(pytree_node=False, default=0)
     group_size: int = struct.field(pytree_node=False, default=1)
 

@@ -11,7 +11,7 @@ from fp4rl_jax.arrays import dtype_of
 from fp4rl_jax.cli import _job
 from fp4rl_jax.config import Config
 from fp4rl_jax.corrections import none
-from fp4rl_jax.data import Examples, Prompts, chat_items, encode_examples, require_answers
+from fp4rl_jax.data import Examples, Prompts, chat_items, encode_examples, pack_examples, require_answers
 from fp4rl_jax.loop import Bound, Job
 from fp4rl_jax.loop.supervised import SupervisedParts, negative_log_likelihood, supervised_step
 from fp4rl_jax.objectives.triage import TriageConfig
@@ -41,7 +41,8 @@ def job(config: Config, directory: RunDirectory, *, target: str) -> tuple[Job, _
     made = dataclasses.replace(made, learner=learner)
     items = chat_items(config.sft.path) if config.sft.path else made.task.train
     require_answers(items[:1] if isinstance(items, list) else [items[0]])
-    data = Prompts(items, config.loop.num_prompts * config.loop.group_size, seed=config.run.seed)
+    rows = config.loop.num_prompts * config.loop.group_size
+    data = Prompts(items, 1 if config.sft.pack_width else rows, seed=config.run.seed)
     return (
         Job(
             directory=directory,
@@ -60,9 +61,16 @@ def job(config: Config, directory: RunDirectory, *, target: str) -> tuple[Job, _
 
 
 def _parts(made: _job.Builder, data: Prompts, state: TrainState) -> SupervisedParts:
-    rollout = made.config.rollout
+    rollout, loop, width = made.config.rollout, made.config.loop, made.config.sft.pack_width
+
+    def undo() -> None:
+        place = data.get_state()
+        data.set_state({**place, "next_batch": place["next_batch"] - 1})
 
     def draw() -> Examples:
+        if width:
+            rows = loop.num_prompts * loop.group_size
+            return pack_examples(made.tokenizer, lambda: next(data)[0], undo, rows=rows, width=width)
         return encode_examples(
             made.tokenizer,
             next(data),

@@ -58,12 +58,14 @@ def supervised_step(state: TrainState, number: int, parts: SupervisedParts) -> t
         loss_mask=jnp.asarray(examples.loss_mask),
         rollout_logprobs=jnp.zeros(examples.tokens.shape, jnp.float32),
         advantages=jnp.ones(rows, jnp.float32),
-        prompt_width=parts.prompt_width,
+        segments=None if examples.segments is None else jnp.asarray(examples.segments),
+        prompt_width=parts.prompt_width if examples.segments is None else 0,
         group_size=1,
     )
     state, outcome = _update(state, batch, parts.base, learner=parts.learner)
     outcome = jax.device_get(outcome)
     row = record.update_row([outcome])
+    row["trained_examples"] = float(examples.count)
     row["trained_tokens"] = float(examples.loss_mask.sum())
     row["padding_share"] = float(1.0 - examples.token_mask.mean())
     row["update_seconds"] = row["step_seconds"] = time.perf_counter() - started

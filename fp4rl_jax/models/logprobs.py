@@ -21,7 +21,7 @@ from fp4rl_jax.models.numerics import round_to, sum_last
 from fp4rl_jax.models.params import head_weight
 from fp4rl_jax.models.routing import Watch, Watched, pack_hint
 from fp4rl_jax.models.stack import Remat
-from fp4rl_jax.models.transformer import forward_groups
+from fp4rl_jax.models.transformer import forward, forward_groups
 from fp4rl_jax.ops import kernels
 from fp4rl_jax.ops.spec import HIGH_PRECISION, Order, Side
 
@@ -438,3 +438,71 @@ def score(
         watched=out.watched,
         candidates=further,
     )
+
+
+def segment_positions(segments: Array) -> Array:
+    """[B, T] int32: each column's place within its own run of equal segment numbers."""
+    columns = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
+    begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return columns - jax.lax.cummax(jnp.where(begins, columns, 0), axis=1)
+
+
+def score_packed(
+    fused: PyTree,
+    tokens: Array,
+    segments: Array,
+    wanted: Array,
+    *,
+    config: ModelConfig,
+    side: Side,
+    temperature: float,
+    chunk: int = 128,
+    stats: Stats = "off",
+    remat: Remat = "none",
+    trainable_from: int = 0,
+    watch: Watch = "off",
+) -> Scores:
+    """Log-probabilities of rows that hold several examples, each seen by its own tokens alone.
+
+    Args:
+        fused: as in `forward`.
+        tokens: [B, T] int32. segments: [B, T] int32, see `TrainBatch`.
+        wanted: [B, T] bool, the tokens to score; the first of an example has nothing before it and
+            cannot be one of them.
+        The rest is as in `score`.
+
+    Returns:
+        Scores, [B, T]; 0 where nothing is wanted.
+    """
+    chex.assert_equal_shape([tokens, segments, wanted])
+    before = segments[:, :-1]
+    out = forward(
+        fused,
+        tokens[:, :-1],
+        config=config,
+        side=side,
+        positions=segment_positions(before),
+        token_mask=before > 0,
+        segments=before,
+        stats=stats,
+        remat=remat,
+        trainable_from=trainable_from,
+        watch=watch,
+    )
+    known = wanted[:, 1:] & (segments[:, 1:] == before) & (before > 0)
+    values, spread = token_logprobs(
+        fused,
+        out.hidden.reshape(-1, config.d_model),
+        tokens[:, 1:].reshape(-1),
+        temperature=temperature,
+        mask=known.reshape(-1),
+        chunk=chunk,
+        order=side.order,
+        entropy="on",
+    )
+    assert spread is not None  # asked for
+
+    def place(x: Array) -> Array:
+        return jnp.pad(x.reshape(before.shape), ((0, 0), (1, 0)))
+
+    return Scores(logprobs=place(values), entropy=place(spread), stats=out.stats, watched=out.watched)

@@ -92,6 +92,7 @@ def forward(
     prefix_mask: Array | None = None,
     cache: KV | None = None,
     cache_index: Array | int | None = None,
+    segments: Array | None = None,
     key: Array | None = None,
     hint: PyTree = None,
     stats: Stats = "off",
@@ -113,6 +114,7 @@ def forward(
         cache: completion KV [L, B, S, K, C] into which the block is written.
         cache_index: [] int32, the column of the block's first token. Columns before it are
             taken to be real.
+        segments: [B, T] int32, columns of one value form a sequence of their own; without a cache.
         key: typed PRNG key for stochastic rounding; hint: {site: pytree stacked over L}.
         stats: which per-site quantization outcomes are counted (`ops.stats`); a SiteSpecs gives
             `ops.inputs.Seen` of every site's input, stacked over L, of what those specs ask for.
@@ -137,6 +139,8 @@ def forward(
     scale = config.head_dim**-0.5
     if cache is None:
         own = causal(width, width)[None] & token_mask[:, None, :]
+        if segments is not None:
+            own &= segments[:, :, None] == segments[:, None, :]
         attend: Attend = BlockAttention(seen, own, scale, side.order)
         extra: Any = prefix
     else:

@@ -89,6 +89,7 @@ CATALOGUE = (
         "moe/changed_share", "0..1", "Share of tokens, over layers, whose experts differ from the rollout's."
     ),
     Metric("guidance_bytes_per_token", "bytes", "What the rollout records of a token for the trainer."),
+    Metric("trained_examples", "examples", "Supervised training: examples of the step's batch."),
     Metric("trained_tokens", "tokens", "Supervised training: the tokens that the loss is the mean of."),
     Metric("padding_share", "0..1", "Supervised training: share of the batch's columns without a token."),
     Metric("entropy", "nats/token", "Mean entropy of the policy over sampled tokens, at the temperature."),

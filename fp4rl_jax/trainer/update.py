@@ -188,22 +188,27 @@ def _microbatches(batch: TrainBatch, rows: int | None) -> TrainBatch:
 
 
 def _score(fused: Any, share: TrainBatch, learner: Learner, *, stats: Stats = "off") -> logprobs.Scores:
+    common: dict[str, Any] = {
+        "config": learner.model,
+        "side": learner.side,
+        "temperature": learner.temperature,
+        "chunk": learner.config.logprob_chunk,
+        "remat": learner.config.remat,
+        "trainable_from": learner.subset.first_layer,
+        "stats": stats,
+        "watch": "all" if learner.model.num_experts else "off",
+    }
+    if share.segments is not None:
+        return logprobs.score_packed(fused, share.tokens, share.segments, share.loss_mask, **common)
     return logprobs.score(
         fused,
         share.tokens,
         share.token_mask,
         prompt_width=share.prompt_width,
         group_size=share.group_size,
-        config=learner.model,
-        side=learner.side,
-        temperature=learner.temperature,
-        chunk=learner.config.logprob_chunk,
-        remat=learner.config.remat,
-        trainable_from=learner.subset.first_layer,
         guidance=share.guidance,
         candidates=share.candidates,
-        stats=stats,
-        watch="all" if learner.model.num_experts else "off",
+        **common,
     )
 
 

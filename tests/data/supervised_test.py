@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from fp4rl_jax.data import chat_items, encode_examples, require_answers
+from fp4rl_jax.data import chat_items, encode_examples, pack_examples, require_answers
 from fp4rl_jax.tasks import Item
 from fp4rl_jax.text import byte_tokenizer
 
@@ -71,3 +71,36 @@ def test_a_wrong_row_is_named_by_file_and_line(tmp_path, line, message):
     path.write_text(line)
     with pytest.raises(ValueError, match=f"{path}{message}".replace("{", "\\{").replace("[", "\\[")):
         chat_items(str(path))
+
+
+def test_packing_fills_rows_in_order_and_leaves_what_fits_nowhere():
+    items = [item("x" * size, "3", str(size)) for size in (4, 9, 2, 1, 5, 1)]
+    lengths = [len(TOKENIZER.encode_chat(i.messages)) + 2 for i in items]  # 19 ids around a question
+    assert lengths == [25, 30, 23, 22, 26, 22]
+    place = [0]
+
+    def draw():
+        place[0] += 1
+        return items[place[0] - 1]
+
+    def undo():
+        place[0] -= 1
+
+    found = pack_examples(TOKENIZER, draw, undo, rows=2, width=55)
+    # 25 and 30 fill row 0; 23 and 22 go to row 1, where 26 does not fit any more: it is put back
+    assert place == [4] and found.count == 4
+    assert found.segments is not None
+    assert found.segments[0].tolist() == [1] * 25 + [2] * 30
+    assert found.segments[1].tolist() == [1] * 23 + [2] * 22 + [0] * 10
+    for row, inside in ((0, items[:2]), (1, items[2:4])):
+        for number, one in enumerate(inside, start=1):
+            ids = found.tokens[row, found.segments[row] == number].tolist()
+            assert ids == [*TOKENIZER.encode_chat(one.messages), ord("3"), 257]
+            assert (
+                found.loss_mask[row, found.segments[row] == number].tolist()
+                == [False] * (len(ids) - 2) + [True] * 2
+            )
+    np.testing.assert_array_equal(found.token_mask, found.segments > 0)
+    place[0] = 0
+    with pytest.raises(ValueError, match=r"example '4' has 25 tokens, but sft.pack_width is 24"):
+        pack_examples(TOKENIZER, draw, undo, rows=2, width=24)
