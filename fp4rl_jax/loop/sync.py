@@ -68,6 +68,9 @@ class Step:
     problems: tuple[str, ...]
 
 
+#: Folded into a step's key for its updates; sampling rounds fold in 0, 1, ... below max_rounds.
+UPDATE_KEY = 2**31 - 1
+
 _update = jax.jit(update, static_argnames="learner", donate_argnums=0)
 _score = jax.jit(score_batch, static_argnames="learner")
 
@@ -99,7 +102,8 @@ def train_step(state: TrainState, number: int, parts: Parts) -> tuple[TrainState
         reference = jax.block_until_ready(parts.reference(collected.rollouts))
         clock.lap("reference")
     batch = parts.prepare(collected.rollouts, jnp.asarray(collected.rewards), reference)
-    state, learned = learn(state, batch, parts.base, learner=parts.learner)
+    update_key = jax.random.fold_in(jax.random.fold_in(parts.key, number), UPDATE_KEY)
+    state, learned = learn(state, batch, parts.base, learner=parts.learner, key=update_key)
     clock.lap("update")
     row = record.rollout_row(collected) | record.update_row(learned.outcomes)
     row |= record.mismatch_row(batch, learned.old_logprobs, clipped=parts.clipped)
@@ -127,12 +131,13 @@ class Learned:
 
 
 def learn(
-    state: TrainState, batch: TrainBatch, base: PyTree, *, learner: Learner
+    state: TrainState, batch: TrainBatch, base: PyTree, *, learner: Learner, key: Array
 ) -> tuple[TrainState, Learned]:
     """Makes the updates of one rollout batch, each on its own share of the groups.
 
     With one update the trainer's old log-probs are the current ones and the ratio is exactly 1;
-    with more, the later shares are scored before the first update moves the parameters.
+    with more, the later shares are scored before the first update moves the parameters. A side that
+    rounds at random gets a key an update, folded in from `key`.
     """
     first, *later = _shares(batch, learner.config.updates_per_rollout)
     later = [
@@ -140,8 +145,9 @@ def learn(
         for share in later
     ]
     outcomes = []
-    for share in [first, *later]:
-        state, outcome = _update(state, share, base, learner=learner)
+    for index, share in enumerate([first, *later]):
+        own = jax.random.fold_in(key, index) if learner.side.specs.is_stochastic else None
+        state, outcome = _update(state, share, base, learner=learner, key=own)
         outcomes.append(jax.device_get(outcome))
     old = [outcomes[0].trainer_logprobs, *(share.old_logprobs for share in later)]
     learned = Learned(outcomes=tuple(outcomes), old_logprobs=np.concatenate([np.asarray(x) for x in old]))

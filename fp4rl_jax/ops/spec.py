@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
 from fp4rl_jax.arrays import check_name, unknown_name
-from fp4rl_jax.quantizers import Quantizer
+from fp4rl_jax.quantizers import Quantizer, Stochastic
 from fp4rl_jax.quantizers.residual import Correction
 
 Backward = Literal["requantized", "reused", "dequantized", "high_precision"]
@@ -150,6 +150,12 @@ class SiteSpecs:
     """A hashable mapping from site name to MatmulSpec, one entry for every site of a model."""
 
     items: tuple[tuple[str, MatmulSpec], ...]
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether some quantizer rounds at random, so that matmuls need a key."""
+        quantizers = [q for _, spec in self.items for q in (spec.weight, spec.act, spec.grad)]
+        return any(q is not None and isinstance(q.rounding, Stochastic) for q in quantizers)
 
     def __getitem__(self, site: str) -> MatmulSpec:
         known = dict(self.items)

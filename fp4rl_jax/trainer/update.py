@@ -101,7 +101,12 @@ class Outcome:
 
 
 def update(
-    state: TrainState, batch: TrainBatch, base: PyTree | None = None, *, learner: Learner
+    state: TrainState,
+    batch: TrainBatch,
+    base: PyTree | None = None,
+    *,
+    learner: Learner,
+    key: Array | None = None,
 ) -> tuple[TrainState, Outcome]:
     """Makes one optimizer update from one batch.
 
@@ -113,13 +118,15 @@ def update(
         batch: [B, T] arrays as `TrainBatch` says.
         base: `backbone(state.frozen, ...)`; made here where it is not given.
         learner: the static surroundings.
+        key: typed PRNG key of this update, for a side that rounds gradients at random; other sides
+            leave it unused.
 
     Returns:
         The next state and the outcome.
     """
     base = _backbone(state, learner) if base is None else base
     shares = _microbatches(batch, learner.config.microbatch_rows)
-    grads, parts = _accumulate(state, base, shares, learner)
+    grads, parts = _accumulate(state, base, shares, learner, key=key)
     count = _divisor(jnp.sum(parts.count))
     grads = jax.tree.map(lambda g: g / count, grads)
     loss = jnp.sum(parts.total) / count
@@ -187,7 +194,9 @@ def _microbatches(batch: TrainBatch, rows: int | None) -> TrainBatch:
     return dataclasses.replace(shares, group_size=min(batch.group_size, rows))
 
 
-def _score(fused: Any, share: TrainBatch, learner: Learner, *, stats: Stats = "off") -> logprobs.Scores:
+def _score(
+    fused: Any, share: TrainBatch, learner: Learner, *, stats: Stats = "off", key: Array | None = None
+) -> logprobs.Scores:
     common: dict[str, Any] = {
         "config": learner.model,
         "side": learner.side,
@@ -195,6 +204,7 @@ def _score(fused: Any, share: TrainBatch, learner: Learner, *, stats: Stats = "o
         "chunk": learner.config.logprob_chunk,
         "remat": learner.config.remat,
         "trainable_from": learner.subset.first_layer,
+        "key": key,
         "stats": stats,
         "watch": "all" if learner.model.num_experts else "off",
     }
@@ -246,25 +256,30 @@ def _gate_ahead(shares: TrainBatch, fused: Any, learner: Learner) -> TrainBatch:
     )
 
 
-def _accumulate(state: TrainState, base: PyTree, shares: TrainBatch, learner: Learner) -> tuple[Flat, _Parts]:
-    """Sums the gradients of the loss sums over microbatches, in order."""
+def _accumulate(
+    state: TrainState, base: PyTree, shares: TrainBatch, learner: Learner, *, key: Array | None
+) -> tuple[Flat, _Parts]:
+    """Sums the gradients of the loss sums over microbatches, in order; each has a key of its own."""
     frozen, base = jax.lax.stop_gradient((state.frozen, base))
     shares = _gate_ahead(shares, with_backbone(models.fuse(state.params), base), learner)
     denominators = _denominators(shares, learner)
 
-    def loss_sum(trainable: Flat, share: TrainBatch) -> tuple[Array, _Parts]:
+    count = jax.tree.leaves(shares)[0].shape[0]
+    keys = None if key is None else jax.random.split(key, count)
+
+    def loss_sum(trainable: Flat, share: TrainBatch, key: Array | None) -> tuple[Array, _Parts]:
         fused = with_backbone(models.fuse(merge(trainable, frozen)), base)
-        scores = _score(fused, share, learner, stats=learner.stats)
+        scores = _score(fused, share, learner, stats=learner.stats, key=key)
         return _loss(scores, share, learner, denominators)
 
-    def step(grads: Flat, share: TrainBatch) -> tuple[Flat, _Parts]:
-        (_, parts), new = jax.value_and_grad(loss_sum, has_aux=True)(state.trainable, share)
+    def step(grads: Flat, scanned: tuple[TrainBatch, Array | None]) -> tuple[Flat, _Parts]:
+        (_, parts), new = jax.value_and_grad(loss_sum, has_aux=True)(state.trainable, *scanned)
         finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in new.values()]))
         grads = {path: grads[path] + new[path].astype(jnp.float32) for path in grads}
         return grads, dataclasses.replace(parts, finite_grads=finite)
 
     zeros = {path: jnp.zeros(x.shape, jnp.float32) for path, x in state.trainable.items()}
-    return jax.lax.scan(step, zeros, shares)
+    return jax.lax.scan(step, zeros, (shares, keys))
 
 
 def _loss(
