@@ -86,7 +86,10 @@ def write_page(runs: Path) -> None:
     )
     picture = draw(arms)
     page = head + table(rows) + ratio + f"\n![reward and mismatch of the five recipes](img/{picture.name})\n"
-    (DOCS / "RESULTS.md").write_text(page)
+    results = DOCS / "RESULTS.md"
+    old = results.read_text(encoding="utf-8") if results.exists() else ""
+    others = old[old.index("\n## ") :] if "\n## " in old else ""  # sections of other benchmarks
+    results.write_text(page + others, encoding="utf-8")
     print(page)
 
 

@@ -6,7 +6,7 @@ Fixed texts are scored by teacher forcing with real activations, on the CPU or G
 (bfloat16 activations, exactly decoded operands). Each rollout setting is held against the trainer that
 QUADS prescribes (W4A16 in the same format), the one of Rollout-ResQ (W4A4) and the unquantized model.
 Static columns come from other texts than those scored. Every finished setting is kept in the JSON;
-`--page` writes the section of docs/RESULTS.md from it.
+`--page` scores nothing and writes the section of docs/RESULTS.md from it.
 """
 
 import argparse
@@ -56,6 +56,17 @@ CALIBRATION = (
     "Question: Tom has 45 marbles and gives 18 to Ann. How many are left? Answer: 45 - 18 = 27 marbles.",
     "for (int i = 0; i < n; i++) { sum += values[i]; } return sum / n; // the mean of the values",
 )
+HEADING = "\n## Residuals on real activations\n"
+INTRO = """
+`python benchmarks/residual_table.py` makes this table. {model} in bfloat16 on a {device}: {tokens} tokens
+of eight fixed texts, scored by teacher forcing under each rollout side, and held against three trainers:
+W4A16 in the same format (the one of QUADS), W4A4 in the same format (that of Rollout-ResQ), and
+unquantized. Static columns were chosen on four other texts. Gaps are in nats a token: mean and largest
+absolute difference, and k3. The last column is the largest gap that arXiv 2607.15810 reports for each
+ratio, on another model (25B, mixture of experts) over training steps: the order may be compared, the size
+not.
+
+"""
 #: Largest log-prob gap by ratio, as arXiv 2607.15810 is reported: another model, hence another scale.
 PAPER = {0.125: 0.923, 0.25: 0.901, 0.5: 0.854, 0.75: 0.812, 1.0: 0.759}
 
@@ -148,12 +159,22 @@ def section(record: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write_page(record: dict[str, Any]) -> None:
+    """Replaces this benchmark's section of docs/RESULTS.md."""
+    page = ROOT / "docs/RESULTS.md"
+    before, _, after = page.read_text(encoding="utf-8").partition(HEADING)
+    others = after[after.index("\n## ") :] if "\n## " in after else ""
+    tokens = len(record["logprobs"]["bf16"])
+    intro = INTRO.format(model=record["model"], device=record["device"], tokens=tokens)
+    page.write_text(before + HEADING + intro + section(record) + others, encoding="utf-8")
+
+
 def main() -> None:
     """Scores the settings that the record lacks and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", type=Path, default=ROOT / "models/smollm2")
     parser.add_argument("--only", default="", help="score only the settings whose name holds this")
-    parser.add_argument("--page", action="store_true", help="score nothing; print the table of the record")
+    parser.add_argument("--page", action="store_true", help="score nothing; write the table")
     asked = parser.parse_args()
     record = (
         json.loads(RECORD.read_text()) if RECORD.exists() else {"model": asked.model.name, "logprobs": {}}
@@ -166,6 +187,8 @@ def main() -> None:
                 record["logprobs"][name] = [round(v, 6) for v in score(loaded, spec)]
                 RECORD.write_text(json.dumps(record) + "\n")
                 print(name, file=sys.stderr, flush=True)
+    if asked.page:
+        write_page(record)
     print(section(record), end="")
 
 
