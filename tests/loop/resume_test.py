@@ -76,6 +76,18 @@ def test_resuming_after_any_step_changes_nothing(whole, tmp_path, first):
         np.testing.assert_array_equal(restored(tmp_path)[path], leaf, err_msg=path)
 
 
+@pytest.mark.slow
+def test_running_statistics_are_part_of_what_is_resumed(tmp_path):
+    """A recipe whose rollout calibrates: 1 + 1 steps are 2 steps, metrics and published columns alike."""
+    quads = ("recipe.name=quads", "eval.problems=0")
+    folders = [tmp_path / name for name in ("whole", "parts")]
+    assert train(config(folders[0], *quads, "loop.steps=2")) == exit_codes.OK
+    for steps in (1, 2):
+        assert train(config(folders[1], *quads, f"loop.steps={steps}")) == exit_codes.OK
+    assert metrics(folders[0]) == metrics(folders[1])
+    assert metrics(folders[0])[1]["residual/mlp/down/energy_after"] > 0
+
+
 def restored(folder: Path) -> dict[str, np.ndarray]:
     """Trained and frozen parameters and moments of the last checkpoint, by path."""
     import jax

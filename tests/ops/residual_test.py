@@ -67,7 +67,12 @@ def everything(x, w, stats, *, spec: ops.MatmulSpec):
     return ways, fixed, alone, (first, second)
 
 
-@pytest.mark.parametrize("name", SPECS)
+SLOW = ("call", "token", "pattern")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in SPECS]
+)
 def test_two_terms_with_one_weight(name: str, rng: np.random.Generator) -> None:
     """Equals the float64 sum of both products within the accumulator's bound; same bits in every form."""
     spec = SPECS[name]
@@ -110,6 +115,7 @@ def test_the_gradient_is_that_of_the_first_term(rng: np.random.Generator) -> Non
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.slow
 def test_experts_get_both_terms_too(rng: np.random.Generator) -> None:
     """Two experts with one set of columns equal the two dense products."""
     x, w, stats = inputs(rng)

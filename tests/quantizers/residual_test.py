@@ -123,7 +123,15 @@ def test_clamping_keeps_the_outlier_whole() -> None:
     assert none is None
 
 
-def seconds() -> list[Residual]:
+#: What `make test` runs of `test_every_selection`: one of each kind.
+FAST = {
+    ("pattern_2_4", None, "quantize_first"),
+    ("channels", "call", "select_first"),
+    ("blocks", "token", "select_first"),
+}
+
+
+def seconds() -> list:
     """Every selection file, in every scope and order that needs no columns."""
     found = []
     for name in NAMES:
@@ -132,13 +140,14 @@ def seconds() -> list[Residual]:
         for scope in scopes:
             selection = dataclasses.replace(base, scope=scope) if scope else base
             orders = ("quantize_first", "select_first") if scope else ("quantize_first",)
-            found += [Residual(selection=selection, quantizer=NVFP4, order=order) for order in orders]
+            for order in orders:
+                second = Residual(selection=selection, quantizer=NVFP4, order=order)
+                marks = () if (name, scope, order) in FAST else pytest.mark.slow
+                found.append(pytest.param(second, marks=marks, id=f"{name}-{scope}-{order}"))
     return found
 
 
-@pytest.mark.parametrize(
-    "second", seconds(), ids=lambda s: f"{s.selection.name}-{getattr(s.selection, 'scope', '')}-{s.order}"
-)
+@pytest.mark.parametrize("second", seconds())
 def test_every_selection(second: Residual, rng: np.random.Generator) -> None:
     """What it keeps is what it says; error shrinks; alone = among others where that is declared."""
     x = rng.normal(size=(64, 128)).astype(np.float32)

@@ -52,9 +52,8 @@ def prompts(num: int, *, width: int = 8, vocab: int = 96, seed: int = 0) -> tupl
 
 
 def published(tree: PyTree, *, config: models.ModelConfig, side: Side, version: int = 0) -> Published:
-    """`publish`, calibrated on a few prompts where the side asks for it."""
-    tokens, mask = prompts(4)
-    calibration = calibrate.first(tree, jnp.asarray(tokens), jnp.asarray(mask), config=config, side=side)
+    """`publish`; where the side asks for a calibration, one of inputs whose channels are all alike."""
+    calibration = jax.tree.map(jnp.ones_like, calibrate.empty(config, side))
     return publish(tree, config=config, side=side, version=version, calibration=calibration)
 
 
