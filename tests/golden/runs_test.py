@@ -1,7 +1,7 @@
 """Twenty steps of training with every recipe: the metrics are the stored ones.
 
-Compiling is what it costs: seven recipes took 187 CPU seconds with a cold compilation cache and 35 with a warm one, steps
-included, so fewer steps would save nothing.
+Compiling is what it costs: seven recipes took 187 CPU seconds with a cold compilation cache and 35
+with a warm one, steps included, so fewer steps would save nothing.
 """
 
 import importlib.util
