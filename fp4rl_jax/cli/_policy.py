@@ -19,7 +19,7 @@ from fp4rl_jax.config import Config
 from fp4rl_jax.config import load as load_config
 from fp4rl_jax.models import ModelConfig
 from fp4rl_jax.ops.spec import Side
-from fp4rl_jax.rollout import Published, SamplingConfig, calibrate, publish
+from fp4rl_jax.rollout import Calibration, Published, SamplingConfig, calibrate, publish
 from fp4rl_jax.runs import Checkpointer, RunNotFoundError
 from fp4rl_jax.runs.directory import CONFIG
 from fp4rl_jax.text import Tokenizer, encode_prompts
@@ -137,10 +137,7 @@ def _from_model(values: flags.FlagValues) -> Policy:
     loaded = interchange.load(path, dtype="float32")
     spec = module.rollout(module.Config())
     side = Side(specs=spec.resolve(models.sites(loaded.config)), dtype=dtype, kv=spec.kv)
-    prompts, mask = encode_prompts(loaded.tokenizer, CALIBRATION_PROMPTS, width=CALIBRATION_WIDTH)
-    calibration = calibrate.first(
-        loaded.params, jnp.asarray(prompts), jnp.asarray(mask), config=loaded.config, side=side
-    )
+    calibration = _calibration(loaded, side) if calibrate.is_needed(side) else None
     published = publish(loaded.params, config=loaded.config, side=side, version=0, calibration=calibration)
     return Policy(
         published=published,
@@ -149,6 +146,14 @@ def _from_model(values: flags.FlagValues) -> Policy:
         tokenizer=loaded.tokenizer,
         recipe=recipe,
         origin=path,
+    )
+
+
+def _calibration(loaded: interchange.Loaded, side: Side) -> Calibration:
+    """Statistics of the built-in prompts, for a recipe that chooses by them."""
+    prompts, mask = encode_prompts(loaded.tokenizer, CALIBRATION_PROMPTS, width=CALIBRATION_WIDTH)
+    return calibrate.first(
+        loaded.params, jnp.asarray(prompts), jnp.asarray(mask), config=loaded.config, side=side
     )
 
 

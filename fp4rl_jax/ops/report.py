@@ -22,8 +22,8 @@ class SiteReport:
 
     Attributes:
         site: its name.
-        weight, act, grad: formats of the operands; the side's dtype where unquantized, "-" where
-            a gradient is not quantized.
+        weight, act, grad: formats of the operands (the activation's with its residual or smoothing);
+            the side's dtype where unquantized, "-" where a gradient is not quantized.
         backward: the backward mode of the spec.
         precision: "native" (the hardware multiplies the elements as they are stored),
             "emulated-exact" (exactly decoded operands in a wider dtype, float32 accumulation, outer
@@ -63,7 +63,7 @@ def _site(name: str, spec: MatmulSpec, side: Side, machine: Machine) -> SiteRepo
     return SiteReport(
         site=name,
         weight=_format(spec.weight, side.dtype),
-        act=_format(spec.act, side.dtype),
+        act=_activation(spec, side.dtype),
         grad=_format(spec.grad, "-"),
         backward=spec.backward,
         precision=_precision(quantized, choice, side.dtype == dtype),
@@ -81,10 +81,21 @@ def _precision(quantized: list[Quantizer], choice: kernels.Choice, same_dtype: b
     return EMULATED
 
 
+def _activation(spec: MatmulSpec, dtype: str) -> str:
+    """The activation's format, and what a residual or smoothing does beside it."""
+    parts = [_format(spec.act, dtype)]
+    if spec.residual is not None:
+        parts.append(spec.residual.label)
+    if spec.smoothing is not None:
+        parts.append(f"smoothing {spec.smoothing:g}")
+    return " + ".join(parts)
+
+
 def _format(quantizer: Quantizer | None, otherwise: str) -> str:
     """`nvfp4(outer=row)`: the format's name and every option that is not its default."""
     if quantizer is None:
         return otherwise
     values = {f.name: (getattr(quantizer.fmt, f.name), f.default) for f in dataclasses.fields(quantizer.fmt)}
     options = [f"{name}={value}" for name, (value, default) in values.items() if value != default]
+    options += [quantizer.rotation] if quantizer.rotation != "none" else []
     return quantizer.fmt.name + (f"({', '.join(options)})" if options else "")

@@ -36,6 +36,10 @@ class OutlierClamp:
     def needs_columns(self) -> bool:
         return False
 
+    @property
+    def label(self) -> str:
+        return f"clamp {self.outliers:g}"
+
     def kept_share(self, length: int) -> float:
         return number_kept(self.outliers, length) / length
 

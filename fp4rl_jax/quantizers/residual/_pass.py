@@ -29,6 +29,11 @@ class Correction(Protocol):
         """Whether `split` needs columns that publish chose."""
         ...
 
+    @property
+    def label(self) -> str:
+        """What it is, in a table's cell."""
+        ...
+
     def kept_share(self, length: int) -> float:
         """Share of the second operand's elements of a row of `length` that are not dropped."""
         ...
@@ -105,6 +110,12 @@ class Residual:
     @property
     def needs_columns(self) -> bool:
         return self.selection.needs_columns
+
+    @property
+    def label(self) -> str:
+        if isinstance(self.selection, Columns):
+            return f"{self.selection.name} {self.selection.ratio:g} {self.selection.scope}"
+        return self.selection.name
 
     def kept_share(self, length: int) -> float:
         return self.selection.kept_share(length, self.block)
