@@ -34,6 +34,7 @@ def test_equal_experts_give_the_dense_models_logits(family, rng):
     np.testing.assert_allclose(mixed, dense, rtol=1e-12, atol=1e-12 * np.abs(dense).max())
 
 
+@pytest.mark.slow
 def test_the_mixture_of_equal_experts_is_within_its_bound_of_the_expert(rng):
     config = dataclasses.replace(TINY["llama"], num_layers=1)
     params = jax.tree.map(jnp.asarray, random_params(config, rng))
@@ -59,6 +60,7 @@ def _mixture(h, tree, config):
     return np.asarray(found, np.float64)
 
 
+@pytest.mark.slow
 def test_noise_is_a_share_of_each_matrix_and_differs_by_expert(rng):
     config = dataclasses.replace(TINY["llama"], d_model=64, d_ff=64)
     params = jax.tree.map(jnp.asarray, random_params(config, rng))

@@ -46,6 +46,8 @@ from fp4rl_jax.text import encode_prompts
 from tests.parity.record import Sink, recording
 from tests.rollout import tiny
 
+REPLAYED = "_replay"
+MODELS = (*tiny.CONFIGS, "moe" + REPLAYED)
 MOVED = 0.01  # nat: a token whose log-prob differs by more counts as moved
 
 
@@ -178,6 +180,7 @@ def scored(
     return models.score(
         models.fuse(params), out.tokens, out.token_mask, prompt_width=out.prompt_width,
         group_size=out.group_size, config=config, side=side, temperature=temperature, entropy="off",
+        guidance=out.guidance,
     ).logprobs  # fmt: skip
 
 
@@ -230,10 +233,14 @@ def _align(
 
 
 def tiny_setting(recipe: str, model: str, *, dtype: str, order: Order) -> Setting:
-    """A recipe's two sides on a tiny random model."""
-    config = tiny.CONFIGS[model]
-    trainer, rollout = tiny.sides(recipe, config, dtype=dtype, order=order)
-    return Setting(params=tiny.params(model), config=config, trainer=trainer, rollout=rollout)
+    """A recipe's two sides on a tiny random model; `moe_replay` is `moe` with the rollout's experts."""
+    name = model.removesuffix(REPLAYED)
+    config, replay = tiny.CONFIGS[name], "off" if name == model else "on"
+    trainer, rollout = (
+        dataclasses.replace(side, replay=replay)
+        for side in tiny.sides(recipe, config, dtype=dtype, order=order)
+    )
+    return Setting(params=tiny.params(name), config=config, trainer=trainer, rollout=rollout)
 
 
 def checkpoint_setting(loaded: Loaded, recipe: str, *, dtype: str = "bfloat16") -> Setting:
@@ -306,7 +313,7 @@ def main(argv: list[str]) -> None:
     """Measures every recipe and prints the table; writes it where asked."""
     parser = argparse.ArgumentParser(description="parity of trainer and rollout, per recipe")
     parser.add_argument("--checkpoint", type=Path, help="a checkpoint; none: tiny random models")
-    parser.add_argument("--models", nargs="*", choices=list(tiny.CONFIGS), default=list(tiny.CONFIGS))
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=MODELS)
     parser.add_argument("--recipes", nargs="*", choices=list(tiny.RECIPES), default=list(tiny.RECIPES))
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--json", type=Path)
