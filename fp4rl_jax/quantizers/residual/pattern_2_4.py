@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from fp4rl_jax.arrays import Array
-from fp4rl_jax.quantizers.residual._base import Selection, largest_two, runs, unrun
+from fp4rl_jax.quantizers.residual._base import Selection, largest_two_of_four
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Pattern24(Selection):
 
     def mask(self, residual: Array, x: Array, *, block: int) -> Array:
         del x, block
-        return unrun(largest_two(runs(jnp.abs(residual), 4)), residual.shape[-1])
+        return largest_two_of_four(jnp.abs(residual))
 
 
 SELECTION = Pattern24()
