@@ -1,7 +1,15 @@
 """Decoders: tokens to hidden states, logits and log-probabilities."""
 
 from fp4rl_jax.models.config import FAMILIES, ModelConfig, MoeConfig, RopeScaling, num_parameters, sites
-from fp4rl_jax.models.logprobs import Scores, logits, pick_logprobs, score, score_packed, tempered, token_logprobs
+from fp4rl_jax.models.logprobs import (
+    Scores,
+    logits,
+    pick_logprobs,
+    score,
+    score_packed,
+    tempered,
+    token_logprobs,
+)
 from fp4rl_jax.models.params import (
     Leaf,
     abstract_params,

@@ -115,13 +115,16 @@ class MoeConfig:
     def __post_init__(self) -> None:
         check_name("moe.replay", self.replay, ("off", "measure", "on"))
         if not (math.isfinite(self.balance_coef) and self.balance_coef >= 0):
-            raise ValueError(f"moe.balance_coef is {self.balance_coef}, expected a finite number of at least 0")
+            raise ValueError(
+                f"moe.balance_coef is {self.balance_coef}, expected a finite number of at least 0"
+            )
 
     def require(self, model: ModelConfig) -> None:
         """Raises ValueError: something is asked of a model that has no experts."""
         if model.num_experts == 0 and self != MoeConfig():
             raise ValueError(
-                f"moe.replay = {self.replay!r}, moe.balance_coef = {self.balance_coef}: the model has no experts"
+                f"moe.replay = {self.replay!r}, moe.balance_coef = {self.balance_coef}:"
+                " the model has no experts"
             )
 
 

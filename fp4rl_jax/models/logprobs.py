@@ -221,9 +221,7 @@ def candidate_logprobs(
         return tempered(scores[:, 1:] - scores[:, :1], temperature)
 
     tokens = jnp.concatenate([targets[:, None], candidates], axis=1)
-    parts = [
-        jnp.pad(x, ((0, -num % chunk), (0, 0))).reshape(-1, chunk, x.shape[1]) for x in (hidden, tokens)
-    ]
+    parts = [jnp.pad(x, ((0, -num % chunk), (0, 0))).reshape(-1, chunk, x.shape[1]) for x in (hidden, tokens)]
     found = jax.lax.map(gaps, tuple(parts)).reshape(-1, candidates.shape[1])[:num]
     return logprobs[:, None] + found
 

@@ -19,8 +19,8 @@ from fp4rl_jax.arrays import Array, PyTree, dtype_of
 from fp4rl_jax.models import rope
 from fp4rl_jax.models.blocks import Attend, Stats, Tokens
 from fp4rl_jax.models.config import ModelConfig
-from fp4rl_jax.models.routing import Watch, Watched
 from fp4rl_jax.models.numerics import settle
+from fp4rl_jax.models.routing import Watch, Watched
 from fp4rl_jax.models.sequences import (
     KV,
     BlockAttention,
@@ -168,9 +168,7 @@ def forward(
         trainable_from=trainable_from,
     )
     hidden = _final_norm(x, fused, config=config, side=side)
-    return Forward(
-        hidden=hidden, kv=kept if cache is None else state, stats=totals, watched=watched
-    )
+    return Forward(hidden=hidden, kv=kept if cache is None else state, stats=totals, watched=watched)
 
 
 def _check_pairs(**given: Any) -> None:

@@ -8,7 +8,9 @@ from fp4rl_jax import models
 from fp4rl_jax.models.logprobs import segment_positions
 from tests.models.helpers import plain_side
 
-CONFIG = models.ModelConfig(vocab_size=32, num_layers=2, d_model=16, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=16)
+CONFIG = models.ModelConfig(
+    vocab_size=32, num_layers=2, d_model=16, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=16
+)
 
 
 def test_positions_start_anew_in_every_example():

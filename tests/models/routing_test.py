@@ -16,7 +16,9 @@ MOE = models.ModelConfig(
     family="qwen3_moe", vocab_size=32, num_layers=2, d_model=16, num_heads=2, num_kv_heads=1, head_dim=8,
     num_experts=5, num_active=2, d_expert=8, qk_norm=True, max_length=32,
 )  # fmt: skip
-SCORES = np.array([[2.0, 1.0, 0.0, -1.0, -9.0], [0.5, 0.5, 3.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0, 0.0]], np.float32)
+SCORES = np.array(
+    [[2.0, 1.0, 0.0, -1.0, -9.0], [0.5, 0.5, 3.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0, 0.0]], np.float32
+)
 RECORD = np.array([[4, 1], [2, 0], [255, 255]], np.uint8)
 _ROUTE = jax.jit(routing.route, static_argnames=("config", "order", "replay"))
 
@@ -83,7 +85,9 @@ def test_what_is_watched_counts_real_tokens_only():
     np.testing.assert_allclose(seen.prob_sum, probs[:2].sum(0), rtol=1e-5)
     np.testing.assert_allclose(seen.entropy_sum, -(probs * np.log(probs))[:2].sum(), rtol=1e-5)
     swapped = routes(SCORES, np.array([[1, 0], [2, 4], [0, 1]], np.uint8), "measure")
-    order = routing.watch(swapped, real, jnp.zeros(5, jnp.int32), jnp.array([[1, 0], [2, 4], [0, 1]]), what="all")
+    order = routing.watch(
+        swapped, real, jnp.zeros(5, jnp.int32), jnp.array([[1, 0], [2, 4], [0, 1]]), what="all"
+    )
     assert int(order.changed) == 0  # the same experts in another order are the same
 
 
@@ -94,15 +98,15 @@ def test_balance_by_hand():
     value, slope = jax.value_and_grad(lambda p: mixture.load_balance_loss(assigned, p, tokens))(probs)
     assert float(value) == pytest.approx((4 * 0.8 + 1.0) / 2)
     np.testing.assert_allclose(slope, [[1.0, 0, 0, 0], [0.25] * 4], rtol=1e-6)
-    found = mixture.mixture_metrics(
-        assigned, jnp.array([4, 3]), tokens, jnp.array([0.5, 1.5]), num_active=2
-    )
+    found = mixture.mixture_metrics(assigned, jnp.array([4, 3]), tokens, jnp.array([0.5, 1.5]), num_active=2)
     means = {name: float(sums.mean()) for name, sums in found.items()}
     assert means == pytest.approx({
         "moe/load_max": (4 + 1) / 2, "moe/load_entropy": 0.5, "moe/idle_share": 3 / 8,
         "moe/router_entropy": 0.5, "moe/dropped_share": 1 / 8,
     })  # fmt: skip
-    nothing = mixture.load_balance_loss(jnp.zeros((2, 4), jnp.int32), jnp.zeros((2, 4)), jnp.zeros(2, jnp.int32))
+    nothing = mixture.load_balance_loss(
+        jnp.zeros((2, 4), jnp.int32), jnp.zeros((2, 4)), jnp.zeros(2, jnp.int32)
+    )
     assert float(nothing) == 0.0
     assert float(mixture.changed_share(jnp.array([1, 2]), jnp.array([4, 8])).mean()) == 0.25
 
