@@ -133,7 +133,11 @@ class Residual:
         values, outer = act.inner(x, dtype=dtype, key=key, hint=hint)  # pyright: ignore[reportArgumentType]
         wide = act.seen(x).astype(jnp.float32)
         first = values.astype(jnp.float32)
-        residual = once(wide - (first if outer is None else once(first * outer)))
+        if outer is not None:
+            first = first * outer
+            if not act.fmt.outer_is_power_of_two:  # a rounded product must not contract with the difference
+                first = once(first)
+        residual = once(wide - first)
         shared = outer if self.outer == "shared" else None
         return (values, outer), self.of(residual, wide, dtype=dtype, columns=columns, outer_scale=shared)
 
