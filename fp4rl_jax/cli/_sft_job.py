@@ -79,7 +79,13 @@ def _parts(made: _job.Builder, data: Prompts, state: TrainState) -> SupervisedPa
         )
 
     base = jax.jit(partial(backbone, model=made.model, side=made.sides.trainer))(state.frozen)
-    return SupervisedParts(learner=made.learner, draw=draw, prompt_width=rollout.prompt_width, base=base)
+    return SupervisedParts(
+        learner=made.learner,
+        draw=draw,
+        prompt_width=rollout.prompt_width,
+        base=base,
+        key=jax.random.fold_in(made.key, 1),
+    )
 
 
 def template(made: _job.Builder) -> TrainState:

@@ -30,12 +30,14 @@ class SupervisedParts:
         draw: the next examples, in data order; moves the data position.
         prompt_width: columns of the prompts.
         base: the trainer's `backbone`.
+        key: root key of the run; a side that rounds at random gets a key an update, folded in from it.
     """
 
     learner: Learner
     draw: Callable[[], Examples]
     prompt_width: int
     base: PyTree
+    key: Array
 
 
 def negative_log_likelihood(
@@ -62,7 +64,8 @@ def supervised_step(state: TrainState, number: int, parts: SupervisedParts) -> t
         prompt_width=parts.prompt_width if examples.segments is None else 0,
         group_size=1,
     )
-    state, outcome = _update(state, batch, parts.base, learner=parts.learner)
+    key = jax.random.fold_in(parts.key, number) if parts.learner.side.specs.is_stochastic else None
+    state, outcome = _update(state, batch, parts.base, learner=parts.learner, key=key)
     outcome = jax.device_get(outcome)
     row = record.update_row([outcome])
     row["trained_examples"] = float(examples.count)

@@ -34,7 +34,8 @@ class Sums:
 
     Attributes:
         total: [] float32, the sum, rounded once.
-        count: [] int32, how many terms it has; float32 where the terms are weighted.
+        count: [] int32, how many terms it has; float32 where the terms are weighted, or may be more
+            than 2^31.
         carry: [] float32, what `total` lost to rounding (at most half an ulp of it).
     """
 

@@ -1,5 +1,7 @@
 """Quantization statistics on values worked by hand."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -84,3 +86,11 @@ def test_codes_that_depend_on_other_tokens_are_never_sampled() -> None:
     tensor = Quantizer(make("nvfp4", outer="tensor"))
     found = ops.act_stats(x, tensor, mask=jnp.ones(15, bool), stats="sampled")
     assert (int(found["zero_scale"].total), int(found["zero_scale"].count)) == (14, 15)
+
+
+def test_counts_pass_two_to_the_31() -> None:
+    """Five layers of 2^29 values each, which an int32 cannot hold."""
+    x = jnp.asarray([row(6.0, 0.1)], jnp.float32)
+    one = ops.quant_stats(x, quantize(x, "mxfp4"))["saturation"]
+    layer = dataclasses.replace(one, count=one.count * 2.0**25)
+    assert float(sum([layer] * 4, start=layer).count) == 5 * 2.0**29
