@@ -17,6 +17,7 @@ from fp4rl_jax.config import Config
 from fp4rl_jax.data import Prompts
 from fp4rl_jax.loop import Bound, Collector, Job, Parts
 from fp4rl_jax.loop.record import residual_row
+from fp4rl_jax.models import guidance
 from fp4rl_jax.ops import machine
 from fp4rl_jax.ops.cost import residual_cost
 from fp4rl_jax.ops.spec import Side
@@ -53,8 +54,8 @@ def sides(config: Config, model: models.ModelConfig) -> Sides:
     """Resolves both recipes over the sites of `model`.
 
     Raises:
-        ValueError: a recipe's pattern matches no site of this model, or this machine does not keep
-            `ops.order`.
+        ValueError: a recipe's pattern matches no site of this model, what one side records does not guide
+            the other, or this machine does not keep `ops.order`.
     """
     machine.require_order(config.ops.order, machine.current())
     names = models.sites(model)
@@ -63,13 +64,11 @@ def sides(config: Config, model: models.ModelConfig) -> Sides:
     theirs = rollout.module.rollout(rollout.config)
     order, replay = config.ops.order, config.moe.replay
     config.moe.require(model)
+    specs, other = ours.resolve(names), theirs.resolve(names)
+    guidance.check_guidance(specs, other)
     return Sides(
-        trainer=Side(
-            specs=ours.resolve(names), dtype=config.trainer.dtype, order=order, kv=ours.kv, replay=replay
-        ),
-        rollout=Side(
-            specs=theirs.resolve(names), dtype=config.rollout.dtype, order=order, kv=theirs.kv, replay=replay
-        ),
+        trainer=Side(specs=specs, dtype=config.trainer.dtype, order=order, kv=ours.kv, replay=replay),
+        rollout=Side(specs=other, dtype=config.rollout.dtype, order=order, kv=theirs.kv, replay=replay),
     )
 
 
@@ -241,7 +240,7 @@ class Builder:
             decode=self.decode,
             reward=self.task.reward,
             config=self.model,
-            side=self.sides.rollout,
+            side=self.sides.rollout.without_capture(),
             sampling=dataclasses.replace(self.sampling, temperature=settings.temperature, num_candidates=0),
             batch_prompts=min(settings.batch_prompts, settings.problems),
             num_samples=settings.samples,

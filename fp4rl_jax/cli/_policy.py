@@ -123,7 +123,7 @@ def _from_run(folder: Path, config: Config) -> Policy:
     return Policy(
         published=made.publish(restored.state),
         config=made.model,
-        side=made.sides.rollout,
+        side=made.sides.rollout.without_capture(),
         tokenizer=made.tokenizer,
         recipe=config.recipe.rollout.name,
         origin=f"{folder} after {restored.step} steps",
@@ -136,7 +136,8 @@ def _from_model(values: flags.FlagValues) -> Policy:
     path = _flags.get(values, "model", str)
     loaded = interchange.load(path, dtype="float32")
     spec = module.rollout(module.Config())
-    side = Side(specs=spec.resolve(models.sites(loaded.config)), dtype=dtype, kv=spec.kv)
+    specs = spec.resolve(models.sites(loaded.config))
+    side = Side(specs=specs, dtype=dtype, kv=spec.kv).without_capture()
     calibration = _calibration(loaded, side) if calibrate.is_needed(side) else None
     published = publish(loaded.params, config=loaded.config, side=side, version=0, calibration=calibration)
     return Policy(

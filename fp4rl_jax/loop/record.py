@@ -58,9 +58,10 @@ def quant_row(side: str, stats: Mapping[str, Any]) -> Row:
 
     Args:
         side: "rollout" or "trainer".
-        stats: {site: {"act" | "weight": {name: Sums}}}, over layers; sites without any are left out.
+        stats: {site: {"act" | "weight" | "guided": {name: Sums}}}, over layers; sites without any are
+            left out.
     """
-    names = {"act": side, "weight": f"{side}_weights"}
+    names = {"act": side, "weight": f"{side}_weights", "guided": side}
     row: Row = {}
     for site, operands in stats.items():
         for operand, found in operands.items():

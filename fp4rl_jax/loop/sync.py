@@ -102,6 +102,7 @@ def train_step(state: TrainState, number: int, parts: Parts) -> tuple[TrainState
         reference = jax.block_until_ready(parts.reference(collected.rollouts))
         clock.lap("reference")
     batch = parts.prepare(collected.rollouts, jnp.asarray(collected.rewards), reference)
+    age = int(state.params_version) - int(collected.rollouts.params_version)
     update_key = jax.random.fold_in(jax.random.fold_in(parts.key, number), UPDATE_KEY)
     state, learned = learn(state, batch, parts.base, learner=parts.learner, key=update_key)
     clock.lap("update")
@@ -110,6 +111,8 @@ def train_step(state: TrainState, number: int, parts: Parts) -> tuple[TrainState
     row |= record.flatten_sums({"weights": published.stats}, "quant/")
     row |= seen_row
     row |= clock.row(collected.sampled_tokens)
+    if collected.rollouts.guidance:
+        row["guidance_age"] = float(age)
     row["params_version"] = float(int(collected.rollouts.params_version))
     problems = tuple(_problems(number, learned.outcomes, collected))
     for line in problems:

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 
 from fp4rl_jax import ops
 from fp4rl_jax.arrays import Array, PyTree, dtype_of
-from fp4rl_jax.models import rope, routing
+from fp4rl_jax.models import guidance, rope, routing
 from fp4rl_jax.models.config import ModelConfig
 from fp4rl_jax.models.numerics import add, round_to, settle, sum_last
 from fp4rl_jax.models.params import SITE_PATHS
 from fp4rl_jax.ops.inputs import input_stats
-from fp4rl_jax.ops.spec import MatmulSpec, Order, Side, SiteSpecs
+from fp4rl_jax.ops.spec import Capture, MatmulSpec, Order, Side, SiteSpecs
 
 #: What quantization loses is counted; specs make the statistics of inputs that those specs ask for.
 Stats = ops.Stats | SiteSpecs
@@ -62,8 +62,8 @@ class Tokens:
 class SiteCalls:
     """The quantizable matmuls of one layer: finds spec, key and hint by site, gathers statistics.
 
-    Lives for the trace of one layer body; afterwards `found` holds {site: {operand: sums}}, and
-    `watched` what `watch` asked for of the layer's router, or None.
+    Lives for the trace of one layer body; afterwards `found` holds {site: {operand: sums}}, `watched`
+    what `watch` asked for of the layer's router, or None, and `captured` {site: quantized input}.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class SiteCalls:
         hint: PyTree,
         stats: Stats,
         watch: routing.Watch = "off",
+        capture: Capture | None = None,
     ):
         self.side = side
         self.dtype = dtype_of(side.dtype)
@@ -83,17 +84,31 @@ class SiteCalls:
         self.watch: routing.Watch = watch
         self.found: dict[str, PyTree] = {}
         self.watched: routing.Watched | None = None
+        self.capture = capture
+        self.captured: dict[str, PyTree] = {}
 
     def matmul(self, site: str, x: Array, weight: Any, *, mask: Array) -> Array:
         """`ops.matmul` of this site: x [..., K], weight [N, K] -> [..., N] in the activation dtype."""
-        spec = self._observe(site, x, weight, mask=mask)
-        order, hint = self.side.order, self.hint.get(site)
+        hint, order = self.hint.get(site), self.side.order
+        self.record(site, x)
+        spec = self._observe(site, x, weight, mask=mask, hint=hint)
         return settle(ops.matmul(x, weight, spec, order=order, key=self._key(site), hint=hint))
 
-    def grouped(self, site: str, x: Array, weight: Any, *, group_sizes: Array, mask: Array) -> Array:
-        """`ops.grouped_matmul` of this site: x [M, K] sorted by expert, weight [E, N, K] -> [M, N]."""
-        spec = self._observe(site, x, weight, mask=mask)
-        order, hint = self.side.order, self.hint.get(site)
+    def grouped(
+        self,
+        site: str,
+        x: Array,
+        weight: Any,
+        *,
+        group_sizes: Array,
+        mask: Array,
+        hint: PyTree = None,
+    ) -> Array:
+        """`ops.grouped_matmul` of this site: x [M, K] sorted by expert, weight [E, N, K] -> [M, N].
+
+        The hint is in the order of the rows.
+        """
+        spec, order = self._observe(site, x, weight, mask=mask, hint=hint), self.side.order
         y = ops.grouped_matmul(x, weight, group_sizes, spec, order=order, key=self._key(site), hint=hint)
         return settle(y)
 
@@ -101,29 +116,51 @@ class SiteCalls:
         """`ops.rms_norm` over the last axis."""
         return settle(ops.rms_norm(x, weight, eps=eps, order=self.side.order))
 
+    def record(self, site: str, x: Array) -> None:
+        """Captures the quantized input x [..., K] of a site, a row a token, where that is asked for."""
+        if self.capture is None or site not in self.capture.sites:
+            return
+        act = self.side.specs[site].act
+        assert act is not None  # resolved
+        key = _fold(self._key(site), 0)
+        self.captured[site] = guidance.record(x, act, form=self.capture.form, key=key)
+
     def _key(self, site: str) -> Array | None:
         return None if self.key is None else jax.random.fold_in(self.key, _SITE_INDEX[site])
 
-    def _observe(self, site: str, x: Array, weight: Any, *, mask: Array) -> MatmulSpec:
+    def _observe(self, site: str, x: Array, weight: Any, *, mask: Array, hint: PyTree) -> MatmulSpec:
         spec = self.side.specs[site]
         if isinstance(self.stats, SiteSpecs):
             self.found[site] = input_stats(x, weight, self.stats[site], mask=mask)
         elif self.stats != "off":
-            self.found[site] = site_stats(x, weight, spec, mask=mask, stats=self.stats, key=self._key(site))
+            self.found[site] = site_stats(
+                x, weight, spec, mask=mask, stats=self.stats, key=self._key(site), hint=hint
+            )
         return spec
 
 
 def site_stats(
-    x: Array, weight: Any, spec: MatmulSpec, *, mask: Array, stats: ops.Stats, key: Array | None
+    x: Array,
+    weight: Any,
+    spec: MatmulSpec,
+    *,
+    mask: Array,
+    stats: ops.Stats,
+    key: Array | None,
+    hint: PyTree = None,
 ) -> PyTree:
-    """Quantization statistics of one site's operands: {"act": sums, "weight": sums}.
+    """Quantization statistics of one site's operands: {"act": sums, "weight": sums, "guided": sums}.
 
-    Operands that the spec leaves alone, and weights that were quantized before (publish counts
-    those), are left out. Padding tokens are not counted; "sampled" counts no weights.
+    "guided" is there where a guided quantizer has a hint. Operands that the spec leaves alone, and weights
+    that were quantized before (publish counts those), are left out. Padding tokens are not counted;
+    "sampled" counts no weights.
     """
     found = {}
     if spec.act is not None:
-        found["act"] = ops.act_stats(x, spec.act, mask=mask, stats=stats, key=_fold(key, 0))
+        act = spec.act if hint is not None else ops.unguided(spec.act)
+        found["act"] = ops.act_stats(x, act, mask=mask, stats=stats, key=_fold(key, 0), hint=hint)
+        if act.rounding.borrows_scales and hint is not None:
+            found["guided"] = ops.guided_stats(x, act, hint, mask=mask, stats=stats)
     if stats == "on" and spec.weight is not None and isinstance(weight, jax.Array):
         weight = jax.lax.stop_gradient(weight)
         found["weight"] = ops.quant_stats(weight, ops.quantize_weight(weight, spec.weight, key=_fold(key, 1)))
@@ -225,8 +262,13 @@ def _experts(h: Array, weights: PyTree, calls: SiteCalls, *, mask: Array, config
         shape = (*h.shape[:-1], active)
         calls.watched = dataclasses.replace(watched, experts=watched.experts.reshape(shape))
     counted = jnp.arange(chosen.size) < jnp.sum(group_sizes)
-    rows = jnp.where(counted[:, None], flat[by_expert // active], 0)
-    y = calls.grouped("experts/gate_up", rows, weights["gate_up"], group_sizes=group_sizes, mask=counted)
+    source = by_expert // active  # the token of each row
+    rows = jnp.where(counted[:, None], flat[source], 0)
+    calls.record("experts/gate_up", h)
+    hint = guidance.of_rows(calls.hint.get("experts/gate_up"), source)
+    y = calls.grouped(
+        "experts/gate_up", rows, weights["gate_up"], group_sizes=group_sizes, mask=counted, hint=hint
+    )
     y = calls.grouped("experts/down", _gate(y, order), weights["down"], group_sizes=group_sizes, mask=counted)
     y = jnp.where(counted[:, None], y, 0)
     y = y[jnp.argsort(by_expert)].reshape(-1, active, h.shape[-1])  # [M, A, D]

@@ -17,9 +17,10 @@ from fp4rl_jax import ops
 from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.models.blocks import Stats
 from fp4rl_jax.models.config import ModelConfig
+from fp4rl_jax.models.guidance import pack_hint
 from fp4rl_jax.models.numerics import round_to, sum_last
 from fp4rl_jax.models.params import head_weight
-from fp4rl_jax.models.routing import Watch, Watched, pack_hint
+from fp4rl_jax.models.routing import Watch, Watched
 from fp4rl_jax.models.stack import Remat
 from fp4rl_jax.models.transformer import forward, forward_groups
 from fp4rl_jax.ops import kernels
@@ -373,8 +374,8 @@ def score(
         temperature: the sampling temperature, > 0.
         chunk: rows whose logits exist at a time.
         entropy: "on" also gives the entropies.
-        guidance: {name: [B, T, L, ...]} in the layout of the batch, or None: what the rollout recorded,
-            given to the layers as their hints.
+        guidance: {name: leaves [B, T, L, ...]} in the layout of the batch, or None: what the rollout
+            recorded, given to the layers as their hints.
         candidates: [B, T, k] int32, further tokens to score at every completion column, or None.
         The rest is as in `forward`.
 

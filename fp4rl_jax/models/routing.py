@@ -146,23 +146,3 @@ def watch(routes: Routes, real: Array, group_sizes: Array, record: Array | None,
         recorded=jnp.sum(recorded, dtype=jnp.int32),
         changed=changed,
     )
-
-
-def pack_hint(guidance: dict[str, Array], *, prompt_width: int, group_size: int) -> dict[str, Array]:
-    """A batch's guidance in the order of `forward_groups`.
-
-    Args:
-        guidance: {name: [B, T, L, ...]}, by column of the batch.
-        prompt_width, group_size: of the batch.
-
-    Returns:
-        {name: [L, P, Tp + G * (T - Tp - 1), ...]}: each prompt once, then its completions without
-        their last column, which is never fed.
-    """
-
-    def one(x: Array) -> Array:
-        prompts = x[::group_size, :prompt_width]
-        after = x[:, prompt_width:-1].reshape(prompts.shape[0], -1, *x.shape[2:])
-        return jnp.moveaxis(jnp.concatenate([prompts, after], axis=1), 2, 0)
-
-    return {name: one(jnp.asarray(x)) for name, x in guidance.items()}

@@ -1,18 +1,20 @@
-"""The scan over stacked layers, cut where training starts."""
+"""The scan over stacked layers, cut where training starts and where hints begin."""
 
 import dataclasses
+from itertools import pairwise
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from fp4rl_jax.arrays import Array, PyTree
+from fp4rl_jax.models import guidance
 from fp4rl_jax.models.blocks import Attend, SiteCalls, Stats, Tokens, layer
 from fp4rl_jax.models.config import ModelConfig
 from fp4rl_jax.models.params import num_stacked
 from fp4rl_jax.models.routing import Watch
 from fp4rl_jax.objectives.means import add_sums
-from fp4rl_jax.ops.spec import Side, SiteSpecs
+from fp4rl_jax.ops.spec import Capture, Side, SiteSpecs
 
 Remat = Literal["none", "layer"]
 
@@ -32,21 +34,19 @@ class _Piece:
         return self.count == num_stacked(self.stack)
 
 
-def _pieces(layers: PyTree, trainable_from: int) -> list[_Piece]:
-    """Cuts the stack(s) of layers where training starts."""
+def _pieces(layers: PyTree, trainable_from: int, cuts: frozenset[int] = frozenset()) -> list[_Piece]:
+    """Cuts the stack(s) of layers where training starts, and before the layers in `cuts`."""
     stacks = layers if isinstance(layers, tuple) else (layers,)
     total = sum(num_stacked(stack) for stack in stacks)
     if not 0 <= trainable_from <= total:
         raise ValueError(f"trainable_from must be in 0..{total} layers, got {trainable_from}")
     pieces, first = [], 0
     for stack in stacks:
-        count = num_stacked(stack)
-        below = min(max(trainable_from - first, 0), count)
-        if below:
-            pieces.append(_Piece(stack, 0, first, below, True))
-        if count - below:
-            pieces.append(_Piece(stack, below, first + below, count - below, False))
-        first += count
+        end = first + num_stacked(stack)
+        inside = {cut for cut in cuts | {trainable_from} if first < cut < end}
+        for begin, stop in pairwise(sorted({first, end} | inside)):
+            pieces.append(_Piece(stack, begin - first, begin, stop - begin, begin < trainable_from))
+        first = end
     return pieces
 
 
@@ -61,12 +61,15 @@ class Run:
     stats: Stats
     remat: Remat
     watch: Watch = "off"
+    capture: Capture | None = None
 
     def body(self, carry: Any, weights: PyTree, scanned: Any) -> tuple[Any, Any]:
-        """One layer as a scan body: carry (x, state) -> (carry, ((kept, watched), stats))."""
+        """One layer as a scan body: carry (x, state) -> (carry, ((kept, watched, captured), stats))."""
         x, state = carry
         extra, key, hint = scanned
-        calls = SiteCalls(self.side, key=key, hint=hint, stats=self.stats, watch=self.watch)
+        calls = SiteCalls(
+            self.side, key=key, hint=hint, stats=self.stats, watch=self.watch, capture=self.capture
+        )
         x, kept, state = layer(
             x,
             weights,
@@ -77,7 +80,7 @@ class Run:
             extra=extra,
             state=state,
         )
-        return (x, state), ((kept, calls.watched), calls.found)
+        return (x, state), ((kept, calls.watched, calls.captured), calls.found)
 
     def frozen(self, carry: Any, piece: _Piece, scanned: Any) -> tuple[Any, Any]:
         """Runs layers without gradient: nothing is saved, and the weights are read in place."""
@@ -117,16 +120,19 @@ def run_layers(
     hint: PyTree,
     trainable_from: int,
 ) -> tuple[Array, PyTree, PyTree, PyTree]:
-    """Runs all layers; returns (x, state, (kept, watched) stacked over L, stats).
+    """Runs all layers; returns (x, state, (kept, watched, captured) stacked over L, stats).
 
-    Counts are summed over L, statistics of inputs are stacked over L.
+    A hint whose leaves have fewer than L layers is for the deepest ones. Counts are summed over L,
+    statistics of inputs are stacked over L.
     """
-    keys = None if key is None else jax.random.split(key, run.config.num_layers)
-    everything = (extra, keys, hint or {})
+    hint, num_layers = hint or {}, run.config.num_layers
+    keys = None if key is None else jax.random.split(key, num_layers)
+    cuts = frozenset(guidance.by_layers(hint, num_layers).values())
     carry, kept, stats = (x, state), [], []
-    for piece in _pieces(layers, trainable_from):
+    for piece in _pieces(layers, trainable_from, cuts):
         last = piece.first + piece.count
-        scanned = jax.tree.map(lambda leaf, a=piece.first, b=last: leaf[a:b], everything)
+        shared = jax.tree.map(lambda leaf, a=piece.first, b=last: leaf[a:b], (extra, keys))
+        scanned = (*shared, guidance.of_layers(hint, num_layers, first=piece.first, last=last))
         step = run.frozen if piece.frozen else run.trained
         carry, (kept_here, stats_here) = step(carry, piece, scanned)
         kept.append(kept_here)

@@ -31,7 +31,7 @@ from fp4rl_jax.models.sequences import (
     positions_of,
 )
 from fp4rl_jax.models.stack import Remat, Run, run_layers
-from fp4rl_jax.ops.spec import Side
+from fp4rl_jax.ops.spec import Capture, Side
 
 
 @struct.dataclass
@@ -43,12 +43,14 @@ class Forward:
         kv: the block's own keys and values [L, B, T, K, C]; with a cache, the updated cache.
         stats: {site: {"act" | "weight": sums over layers}}; empty unless asked for.
         watched: what the routers did, stacked over L; None unless asked for.
+        captured: {site: its quantized input [L, B, T, ...] in the form asked for}; empty unless asked for.
     """
 
     hidden: Array
     kv: KV
     stats: PyTree
     watched: Watched | None = None
+    captured: PyTree = struct.field(default_factory=dict)
 
 
 @struct.dataclass
@@ -99,6 +101,7 @@ def forward(
     remat: Remat = "none",
     trainable_from: int = 0,
     watch: Watch = "off",
+    capture: Capture | None = None,
 ) -> Forward:
     """Runs a block of tokens through the model.
 
@@ -115,13 +118,15 @@ def forward(
         cache_index: [] int32, the column of the block's first token. Columns before it are
             taken to be real.
         segments: [B, T] int32, columns of one value form a sequence of their own; without a cache.
-        key: typed PRNG key for stochastic rounding; hint: {site: pytree stacked over L}.
+        key: typed PRNG key for stochastic rounding; hint: {site: pytree stacked over L, or
+            over the deepest layers}.
         stats: which per-site quantization outcomes are counted (`ops.stats`); a SiteSpecs gives
             `ops.inputs.Seen` of every site's input, stacked over L, of what those specs ask for.
         remat: "layer" recomputes each layer in the backward.
         trainable_from: layers below run without gradient (and so does the embedding lookup when
             it is above 0); nothing is saved for them.
         watch: what is returned of the routers, where there are experts.
+        capture: the sites whose quantized inputs are returned, of all layers.
 
     Returns:
         Forward: hidden [B, T, D], the KV (or the updated cache), statistics.
@@ -156,8 +161,9 @@ def forward(
         stats,
         remat,
         watch,
+        capture,
     )
-    x, state, (kept, watched), totals = run_layers(
+    x, state, (kept, watched, captured), totals = run_layers(
         _embed(fused, tokens, side),
         fused["layers"],
         run,
@@ -168,7 +174,13 @@ def forward(
         trainable_from=trainable_from,
     )
     hidden = _final_norm(x, fused, config=config, side=side)
-    return Forward(hidden=hidden, kv=kept if cache is None else state, stats=totals, watched=watched)
+    return Forward(
+        hidden=hidden,
+        kv=kept if cache is None else state,
+        stats=totals,
+        watched=watched,
+        captured=captured,
+    )
 
 
 def _check_pairs(**given: Any) -> None:
@@ -234,7 +246,7 @@ def forward_groups(
     )
     turns = rope.rotations(pack(positions_of(prompt_mask), after), config, order=side.order)
     run = Run(attend, Tokens(*turns, mask), config, side, stats, remat, watch)
-    x, _, (_, watched), totals = run_layers(
+    x, _, (_, watched, _), totals = run_layers(
         _embed(fused, pack(prompts, completions), side),
         fused["layers"],
         run,

@@ -12,16 +12,18 @@ from fp4rl_jax.ops.operands import (
     prepare_weight,
     quantize_weight,
     smoothed_weight,
+    unguided,
 )
 from fp4rl_jax.ops.report import SiteReport, report
 from fp4rl_jax.ops.rounding import pointwise
 from fp4rl_jax.ops.segments import Segment
-from fp4rl_jax.ops.spec import HIGH_PRECISION, MatmulSpec, Side, SideSpec, SiteSpecs
-from fp4rl_jax.ops.stats import Stats, act_stats, quant_stats
+from fp4rl_jax.ops.spec import HIGH_PRECISION, Capture, MatmulSpec, Side, SideSpec, SiteSpecs
+from fp4rl_jax.ops.stats import Stats, act_stats, guided_stats, quant_stats
 
 __all__ = [
     "HIGH_PRECISION",
     "Calibrated",
+    "Capture",
     "MatmulSpec",
     "Prepared",
     "Segment",
@@ -34,6 +36,7 @@ __all__ = [
     "attention",
     "calibrated_weight",
     "grouped_matmul",
+    "guided_stats",
     "matmul",
     "pointwise",
     "prepare",
@@ -43,4 +46,5 @@ __all__ = [
     "report",
     "rms_norm",
     "smoothed_weight",
+    "unguided",
 ]

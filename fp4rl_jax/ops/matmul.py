@@ -41,11 +41,12 @@ from fp4rl_jax.ops.operands import (
     operand_dtype,
     over_stack,
     split_columns,
+    unguided,
 )
 from fp4rl_jax.ops.rounding import settle
 from fp4rl_jax.ops.spec import HIGH_PRECISION, MatmulSpec, Order
 from fp4rl_jax.qtensor import QTensor
-from fp4rl_jax.quantizers import Nearest, Quantizer, hadamard
+from fp4rl_jax.quantizers import Quantizer, hadamard
 
 Plain = Array | QTensor | Prepared
 Operand = Plain | Calibrated
@@ -82,7 +83,8 @@ def matmul(
         spec: static; what happens to the operands.
         order: "free", or "fixed" for rows that do not depend on how many there are (CPU).
         key: typed PRNG key of the stochastic quantizers, an array leaf of the vjp.
-        hint: what a guided activation quantizer looks at, in the layout of x.
+        hint: what a guided activation quantizer looks at, in the layout of x; without one it rounds to
+            nearest under its own scales.
         out_dtype: of the result; x's by default. Accumulation is float32 in any case.
 
     Returns:
@@ -139,8 +141,10 @@ def decoded_operands(plan: Plan, x: Array, w: Operand, *, key: Array | None, hin
     w_d, dtype = _decoded_weight(plan, x, w.weight if isinstance(w, Calibrated) else w, key=fold_key(key, 1))
     if spec.act is None:
         return Operands(decode(x, dtype), None, w_d)
+    act = spec.act if hint is not None else unguided(spec.act)
     if spec.residual is None:
-        return Operands(encode(spec.act, x, dtype, key=fold_key(key, 0), hint=hint), None, w_d)
+        return Operands(encode(act, x, dtype, key=fold_key(key, 0), hint=hint), None, w_d)
+    spec = dataclasses.replace(spec, act=act)
     both = _corrected(spec, x, dtype, columns=columns, key=fold_key(key, 0), hint=hint)
     return Operands(*both, w_d)
 
@@ -169,7 +173,7 @@ def _corrected(
     """x quantized, [M, K], and the second operand, [M, K] or [M, k] at the given columns."""
     assert spec.act is not None and spec.residual is not None
     fmt = spec.act.fmt
-    flat = x.reshape(-1, x.shape[-1])
+    flat, hint = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), (x, hint))
     parts = spec.residual.split(flat, spec.act, dtype=dtype, columns=columns, key=key, hint=hint)
     first, second = (
         Prepared(operand=values, outer_scale=outer, source=fmt.name, exact=fmt.outer_is_power_of_two)
@@ -300,10 +304,9 @@ def quantized_along(
     """
     if quantizer is None:
         return x, False
-    if quantizer.rounding.borrows_scales:
-        quantizer = dataclasses.replace(quantizer, rounding=Nearest())
+    plain = unguided(quantizer)
     return over_stack(
-        lambda part, k: quantizer.quantize(part, axis=-1, key=k), jnp.swapaxes(x, -1, -2), key
+        lambda part, k: plain.quantize(part, axis=-1, key=k), jnp.swapaxes(x, -1, -2), key
     ), True
 
 

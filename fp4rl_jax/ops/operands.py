@@ -19,7 +19,7 @@ from fp4rl_jax.ops import machine as machines
 from fp4rl_jax.ops.machine import Machine
 from fp4rl_jax.ops.spec import MatmulSpec
 from fp4rl_jax.qtensor import QTensor
-from fp4rl_jax.quantizers import Quantizer
+from fp4rl_jax.quantizers import Nearest, Quantizer
 from fp4rl_jax.quantizers.residual import ChannelStats, Columns, Residual
 
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -195,6 +195,13 @@ def encode(
         return decode(quantizer.quantize(x, axis=-1, key=key, hint=hint), dtype)
     values, outer_scale = quantizer.inner(x, dtype=dtype, axis=-1, key=key, hint=hint)
     return Prepared(operand=values, outer_scale=outer_scale, source=fmt.name, exact=fmt.outer_is_power_of_two)
+
+
+def unguided(quantizer: Quantizer) -> Quantizer:
+    """The quantizer where there is no guidance: a guided one rounds to nearest, under scales of its own."""
+    if not quantizer.rounding.borrows_scales:
+        return quantizer
+    return dataclasses.replace(quantizer, rounding=Nearest())
 
 
 def encode_weight(quantizer: Quantizer, w: Array, dtype: jnp.dtype, *, key: Array | None = None) -> Prepared:

@@ -5,9 +5,10 @@ argument of `jax.jit`. Trainer and rollout each get their own `Side`; any pair i
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
 from fp4rl_jax.arrays import check_name, unknown_name
 from fp4rl_jax.quantizers import Quantizer, Stochastic
@@ -17,6 +18,7 @@ Backward = Literal["requantized", "reused", "dequantized", "high_precision"]
 Order = Literal["free", "fixed"]
 Rotation = Literal["none", "hadamard16"]
 Replay = Literal["off", "measure", "on"]
+Form = Literal["full", "compact"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,6 +118,63 @@ HIGH_PRECISION = MatmulSpec()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Capture:
+    """Which activations' codes a rollout records for the trainer (TRACE, arXiv 2610.07767).
+
+    Attributes:
+        sites: patterns over site names; resolved, the names of sites.
+        depth: share of the layers that record, the deepest ones, in (0, 1].
+        form: "full" keeps codes and scales, "compact" one bit an element and the scales.
+    """
+
+    sites: tuple[str, ...]
+    depth: float = 0.5
+    form: Form = "compact"
+
+    def __post_init__(self) -> None:
+        check_name("form", self.form, get_args(Form))
+        if not 0.0 < self.depth <= 1.0:
+            raise ValueError(f"depth = {self.depth}: expected a share of the layers in (0, 1]")
+        if not self.sites:
+            raise ValueError("a capture without sites records nothing: expected at least one site pattern")
+
+    def first_layer(self, num_layers: int) -> int:
+        """The first layer that records: `depth * num_layers` layers do, rounded half up, at least one."""
+        return num_layers - max(1, math.floor(self.depth * num_layers + 0.5))
+
+    def resolve(self, specs: "SiteSpecs") -> Self:
+        """Names the sites.
+
+        Raises:
+            ValueError: a pattern matches no site, or a site whose outcomes another program could not
+                follow token by token.
+        """
+        names = [site for site, _ in specs.items]
+        for pattern in self.sites:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise unknown_name("captured site (it matches no site of this model)", pattern, names)
+        found = tuple(name for name in names if any(fnmatchcase(name, p) for p in self.sites))
+        for name in found:
+            _check_captured(name, specs[name])
+        return dataclasses.replace(self, sites=found)
+
+
+def _check_captured(site: str, spec: MatmulSpec) -> None:
+    if spec.act is None:
+        raise ValueError(f"{site} is captured, and its activations are not quantized")
+    if spec.act.fmt.span not in ("row", "none") or spec.act.fmt.block_rows != 1:
+        raise ValueError(
+            f"{site} is captured, and a token's codes depend on other tokens: expected one outer scale a"
+            f" row or none, got {spec.act.fmt}"
+        )
+    if spec.smoothing is not None or spec.act.rotation != "none":
+        raise ValueError(
+            f"{site} is captured, and what is quantized there is not the activation itself: smoothing ="
+            f" {spec.smoothing}, rotation = {spec.act.rotation!r}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SideSpec:
     """What a recipe says about one side: ordered rules from site patterns to matmul specs.
 
@@ -123,18 +182,19 @@ class SideSpec:
         rules: (pattern, spec) pairs; patterns are shell-style over site names and the first
             match wins. A site that no rule matches stays unquantized.
         kv: quantizer of the KV cache, or None.
-        capture: names of sites whose quantization outcomes the rollout records.
+        capture: which quantization outcomes the rollout records, or None.
     """
 
     rules: tuple[tuple[str, MatmulSpec], ...] = ()
     kv: Quantizer | None = None
-    capture: tuple[str, ...] = ()
+    capture: Capture | None = None
 
     def resolve(self, sites: Sequence[str]) -> "SiteSpecs":
         """Gives every site its spec.
 
         Raises:
-            ValueError: a pattern matches no site of this model; the message lists the sites.
+            ValueError: a pattern matches no site of this model (the message lists the sites), or the
+                capture does not fit.
         """
         for pattern, _ in self.rules:
             if not any(fnmatchcase(site, pattern) for site in sites):
@@ -142,14 +202,25 @@ class SideSpec:
         first = {
             site: next((s for p, s in self.rules if fnmatchcase(site, p)), HIGH_PRECISION) for site in sites
         }
-        return SiteSpecs(items=tuple(first.items()))
+        specs = SiteSpecs(items=tuple(first.items()))
+        return specs if self.capture is None else specs.capturing(self.capture.resolve(specs))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SiteSpecs:
-    """A hashable mapping from site name to MatmulSpec, one entry for every site of a model."""
+    """A hashable mapping from site name to MatmulSpec, one entry for every site of a model.
+
+    Attributes:
+        items: the entries.
+        capture: what a rollout records, its sites named, or None.
+    """
 
     items: tuple[tuple[str, MatmulSpec], ...]
+    capture: Capture | None = None
+
+    def capturing(self, capture: Capture | None) -> "SiteSpecs":
+        """The same specs with another capture."""
+        return dataclasses.replace(self, capture=capture)
 
     @property
     def is_stochastic(self) -> bool:
@@ -182,3 +253,7 @@ class Side:
     order: Order = "free"
     kv: Quantizer | None = None
     replay: Replay = "off"
+
+    def without_capture(self) -> Self:
+        """The same side, recording none of its codes: for samples that no trainer sees."""
+        return dataclasses.replace(self, specs=self.specs.capturing(None))

@@ -9,7 +9,8 @@ from jax import lax
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.objectives.means import Sums
 from fp4rl_jax.qtensor import QTensor
-from fp4rl_jax.quantizers import Quantizer
+from fp4rl_jax.quantizers import Hint, Quantizer
+from fp4rl_jax.quantizers.guidance import agreement
 
 #: What a forward counts: nothing; the activations of one token in `TOKEN_STRIDE`; everything that it
 #: quantizes, weights included.
@@ -57,7 +58,13 @@ def quant_stats(x: Array, q: QTensor, *, mask: Array | None = None) -> dict[str,
 
 
 def act_stats(
-    x: Array, quantizer: Quantizer, *, mask: Array, stats: Stats, key: Array | None = None
+    x: Array,
+    quantizer: Quantizer,
+    *,
+    mask: Array,
+    stats: Stats,
+    key: Array | None = None,
+    hint: Hint | None = None,
 ) -> dict[str, Sums]:
     """Counts what quantizing activations loses.
 
@@ -69,14 +76,47 @@ def act_stats(
             depend on itself alone, so those that are counted are the ones the matmul used, stochastic
             rounding apart, which draws anew for a sample.
         key: of a stochastic quantizer.
+        hint: of a guided one, in the layout of x.
 
     Returns:
         As `quant_stats`.
     """
+    x, mask, hint = _counted(x, quantizer, mask, hint, stats=stats)
+    return quant_stats(quantizer.seen(x), quantizer.quantize(x, axis=-1, key=key, hint=hint), mask=mask)
+
+
+def guided_stats(x: Array, quantizer: Quantizer, hint: Hint, *, mask: Array, stats: Stats) -> dict[str, Sums]:
+    """Counts what a rollout's guidance does to activations, and what it cannot do.
+
+    Args:
+        x, mask, stats: as in `act_stats`; of the tokens in the mask, those that the rollout recorded count.
+        quantizer: a guided one.
+        hint: in the layout of x.
+
+    Returns:
+        Sums by name, of all values: `guided`: those that are rounded to another code than the nearest
+        under the rollout's scales; with a full hint, `outside`: those that no rounding up or down brings
+        to the rollout's value. One bit an element does not tell which these are.
+    """
+    x, mask, seen = _counted(x, quantizer, mask, hint, stats=stats)
+    assert seen is not None
+    found = agreement(x, quantizer.fmt, seen)
+    counted = jnp.broadcast_to((mask & found.recorded)[..., None], x.shape)
+    shares = {"guided": _share(found.moved & counted, counted)}
+    if found.outside is not None:
+        shares["outside"] = _share(found.outside & counted, counted)
+    return shares
+
+
+def _counted(
+    x: Array, quantizer: Quantizer, mask: Array, hint: Hint | None, *, stats: Stats
+) -> tuple[Array, Array, Hint | None]:
+    """The tokens [..., K] that are counted, which of them are real, and their hints."""
     x, mask = jax.lax.stop_gradient(x), jnp.broadcast_to(mask, x.shape[:-1])
-    if stats == "sampled" and _by_token(quantizer):
-        x, mask = x.reshape(-1, x.shape[-1])[::TOKEN_STRIDE], mask.reshape(-1)[::TOKEN_STRIDE]
-    return quant_stats(quantizer.seen(x), quantizer.quantize(x, axis=-1, key=key), mask=mask)
+    if stats != "sampled" or not _by_token(quantizer):
+        return x, mask, hint
+    x, hint = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1])[::TOKEN_STRIDE], (x, hint))
+    return x, mask.reshape(-1)[::TOKEN_STRIDE], hint
 
 
 def _by_token(quantizer: Quantizer) -> bool:

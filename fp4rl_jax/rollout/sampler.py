@@ -18,7 +18,7 @@ import numpy as np
 from fp4rl_jax import models
 from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.batch import Rollouts
-from fp4rl_jax.models import ModelConfig, logprobs, routing
+from fp4rl_jax.models import ModelConfig, guidance, logprobs, routing
 from fp4rl_jax.objectives.means import add_sums
 from fp4rl_jax.ops import Stats
 from fp4rl_jax.ops.spec import Side
@@ -65,13 +65,15 @@ def sample(
         `params_version` is the published version, fixed when the call is made.
 
     Raises:
-        ValueError: prompt + completion is longer than the model's max_length.
+        ValueError: prompt + completion is longer than the model's max_length, or the side captures a
+            site that cannot be.
         AssertionError: an argument has the wrong shape.
     """
     num_prompts, prompt_width = prompts.shape
     batch = num_prompts * group_size
     chex.assert_shape(prompt_mask, (num_prompts, prompt_width))
     chex.assert_shape([row_limits, keys], (batch,))
+    guidance.check_capture(side.specs)
     total = prompt_width + sampling.max_new_tokens
     if total > config.max_length:
         raise ValueError(
@@ -121,7 +123,7 @@ def _sample(
     """The compiled program: the array fields of Rollouts as a dict."""
     params = models.prepare(params, side)
     prefix, hidden = prefill(params, prompts, prompt_mask, config=config, side=side, stats=stats)
-    state = _empty_state(row_limits, prefix.stats, config=config, side=side, sampling=sampling)
+    state = _empty_state(row_limits, prefix, config=config, side=side, sampling=sampling)
     emit = partial(_emit, row_limits=row_limits, keys=keys, side=side, sampling=sampling)
     state = emit(state, jnp.repeat(models.logits(params, hidden, order=side.order), group_size, axis=0))
     starts = jnp.repeat(prefix.lengths, group_size)  # [B]
@@ -148,11 +150,20 @@ def _sample(
 
 
 def _guidance(prefix: Prefix, state: SamplerState, *, group_size: int) -> dict[str, PyTree]:
-    """The record of all columns, {"guidance": {name: [B, T, L, A]}}; nothing where nothing is kept."""
-    if prefix.routes is None or state.routes is None:
+    """The records of all columns, {"guidance": {name: leaves [B, T, L, ...]}}; nothing where nothing is kept.
+
+    A prompt's record, made once, is the same in all rows of its group.
+    """
+    before, after = dict(prefix.captured), dict(state.captured)
+    if prefix.routes is not None:
+        before[routing.RECORD], after[routing.RECORD] = prefix.routes, state.routes
+    if not before:
         return {}
-    prompts = jnp.repeat(prefix.routes, group_size, axis=0)
-    return {"guidance": {routing.RECORD: jnp.concatenate([prompts, state.routes], axis=1)}}
+
+    def joined(prompts: Array, completions: Array) -> Array:
+        return jnp.concatenate([jnp.repeat(prompts, group_size, axis=0), completions], axis=1)
+
+    return {"guidance": jax.tree.map(joined, before, after)}
 
 
 def _candidates(state: SamplerState, prompt_width: int) -> dict[str, PyTree]:
@@ -180,6 +191,12 @@ def _record(out: models.Forward, real: Array, config: ModelConfig) -> Array | No
     dtype = routing.record_dtype(config)
     experts = jnp.moveaxis(out.watched.experts, 0, 2).astype(dtype)
     return jnp.where(real[:, :, None, None], experts, jnp.asarray(routing.sentinel(dtype), dtype))
+
+
+def _captured(out: models.Forward, real: Array, side: Side) -> PyTree:
+    """{site: hint of leaves [B, T, L, ...]} of a forward, zeros on padding; empty if nothing is captured."""
+    capture = side.specs.capture
+    return {} if capture is None else guidance.by_column(out.captured, real, capture)
 
 
 def _watch(config: ModelConfig, side: Side) -> routing.Watch:
@@ -218,10 +235,17 @@ def prefill(
         token_mask=prompt_mask,
         stats=stats,
         watch=_watch(config, side),
+        capture=side.specs.capture,
     )
     lengths = jnp.sum(prompt_mask, axis=1, dtype=jnp.int32)
-    routes = _record(out, prompt_mask, config)
-    prefix = Prefix(kv=out.kv, mask=prompt_mask, lengths=lengths, stats=out.stats, routes=routes)
+    prefix = Prefix(
+        kv=out.kv,
+        mask=prompt_mask,
+        lengths=lengths,
+        stats=out.stats,
+        routes=_record(out, prompt_mask, config),
+        captured=_captured(out, prompt_mask, side),
+    )
     return prefix, out.hidden[:, -1]
 
 
@@ -264,12 +288,19 @@ def decode(
         cache_index=index,
         stats=stats,
         watch=_watch(config, side),
+        capture=side.specs.capture,
     )
     routes, found = state.routes, _record(out, state.alive[:, None], config)
     if routes is not None and found is not None:
         routes = jax.lax.dynamic_update_slice_in_dim(routes, found, index, axis=1)
+    captured = jax.tree.map(
+        lambda kept, new: jax.lax.dynamic_update_slice_in_dim(kept, new, index, axis=1),
+        state.captured,
+        _captured(out, state.alive[:, None], side),
+    )
     counted = add_sums(state.stats, out.stats)
-    return dataclasses.replace(state, cache=out.kv, stats=counted, routes=routes), out.hidden[:, 0]
+    state = dataclasses.replace(state, cache=out.kv, stats=counted, routes=routes, captured=captured)
+    return state, out.hidden[:, 0]
 
 
 def _emit(
@@ -316,7 +347,7 @@ def _emit(
 
 
 def _empty_state(
-    row_limits: Array, stats: PyTree, *, config: ModelConfig, side: Side, sampling: SamplingConfig
+    row_limits: Array, prefix: Prefix, *, config: ModelConfig, side: Side, sampling: SamplingConfig
 ) -> SamplerState:
     """The state before the first token: nothing written, rows with a positive limit alive."""
     batch, width = row_limits.shape[0], sampling.max_new_tokens
@@ -327,6 +358,9 @@ def _empty_state(
         routes = jnp.full(shape, routing.sentinel(dtype), dtype)
     shape = (batch, width, sampling.num_candidates)
     asked = sampling.num_candidates > 0
+    captured = jax.tree.map(
+        lambda leaf: jnp.zeros((batch, width, *leaf.shape[2:]), leaf.dtype), prefix.captured
+    )
     return SamplerState(
         candidates=jnp.zeros(shape, jnp.int32) if asked else None,
         candidate_logprobs=jnp.zeros(shape, jnp.float32) if asked else None,
@@ -337,6 +371,7 @@ def _empty_state(
         alive=row_limits > 0,
         finished=jnp.zeros(batch, bool),
         cache=models.new_cache(config, num_rows=batch, completion_width=width, dtype=side.dtype),
-        stats=stats,
+        stats=prefix.stats,
         routes=routes,
+        captured=captured,
     )

@@ -22,6 +22,8 @@ class SamplerState:
         candidates, candidate_logprobs: [B, Tc, k] int32 and float32 nats, or None.
         routes: [B, Tc, L, A] unsigned, the experts that each fed token took (`models.routing`), or None
             where nothing is recorded.
+        captured: {site: hint of leaves [B, Tc, L, ...]}, the quantized input of each fed token
+            (`models.guidance`), zeros elsewhere; empty where nothing is captured.
     """
 
     step: Array
@@ -35,6 +37,7 @@ class SamplerState:
     routes: Array | None = None
     candidates: Array | None = None
     candidate_logprobs: Array | None = None
+    captured: PyTree = struct.field(default_factory=dict)
 
 
 @struct.dataclass
@@ -47,6 +50,7 @@ class Prefix:
         lengths: [P] int32, real tokens of each prompt: the position of its first new token.
         stats: quantization statistics of the prompts' tokens; empty unless asked for.
         routes: [P, Tp, L, A] unsigned, as in `SamplerState`.
+        captured: leaves [P, Tp, L, ...], as in `SamplerState`.
     """
 
     kv: KV
@@ -54,3 +58,4 @@ class Prefix:
     lengths: Array
     stats: PyTree
     routes: Array | None = None
+    captured: PyTree = struct.field(default_factory=dict)

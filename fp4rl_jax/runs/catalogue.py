@@ -89,6 +89,7 @@ CATALOGUE = (
         "moe/changed_share", "0..1", "Share of tokens, over layers, whose experts differ from the rollout's."
     ),
     Metric("guidance_bytes_per_token", "bytes", "What the rollout records of a token for the trainer."),
+    Metric("guidance_age", "versions", "Parameter versions between the recording and the first update."),
     Metric("trained_examples", "examples", "Supervised training: examples of the step's batch."),
     Metric("trained_tokens", "tokens", "Supervised training: the tokens that the loss is the mean of."),
     Metric("padding_share", "0..1", "Supervised training: share of the batch's columns without a token."),
@@ -103,6 +104,10 @@ CATALOGUE = (
     Metric("quant/*/underflow", "0..1", "Share of non-zero values whose code is zero."),
     Metric("quant/*/saturation", "0..1", "Share of values beyond their block's largest."),
     Metric("quant/*/zero_scale", "0..1", "Share of non-zero blocks whose scale is zero."),
+    Metric(
+        "quant/*/guided", "0..1", "Share of values that guidance rounds to another than the nearest code."
+    ),
+    Metric("quant/*/outside", "0..1", "Full guidance: share of values whose rollout code was out of reach."),
     Metric("residual/*/energy_before", "0..1", "Energy of the activations' quantization error over theirs."),
     Metric("residual/*/energy_after", "0..1", "The same after the residual term; a site, and each layer."),
     Metric("residual/*/underflow_before", "0..1", "Share of non-zero activations that become zero."),

@@ -111,8 +111,12 @@ def inputs() -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
 
 
 def forward_of(specs: SiteSpecs) -> list[tuple]:
-    """What the specs do in a forward."""
-    return [(spec.weight, spec.act, spec.residual, spec.smoothing) for _, spec in specs.items]
+    """What the specs do in a forward without guidance."""
+    acts = [spec.act and ops.unguided(spec.act) for _, spec in specs.items]
+    return [
+        (spec.weight, act, spec.residual, spec.smoothing)
+        for (_, spec), act in zip(specs.items, acts, strict=True)
+    ]
 
 
 def check_pair(trainer: ModuleType, rollout: ModuleType) -> None:

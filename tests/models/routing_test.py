@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fp4rl_jax import models
-from fp4rl_jax.models import logprobs, routing
+from fp4rl_jax.models import guidance, logprobs, routing
 from fp4rl_jax.objectives import mixture
 from tests.models.helpers import plain_side, ragged_batch
 
@@ -160,12 +160,12 @@ def test_a_planted_pattern_reaches_the_token_and_layer_it_was_planted_at(rng):
 def test_microbatches_and_groups_cut_the_record_as_they_cut_the_tokens(rng):
     tokens, mask = ragged_batch(rng, MOE, prompts=PROMPTS, group=GROUP, prompt_width=WIDTH, width=NEW)
     cases = {"record": planted(mask, rng), "tokens": tokens[..., None]}
-    whole = routing.pack_hint(cases, prompt_width=WIDTH, group_size=GROUP)
+    whole = guidance.pack_hint(cases, prompt_width=WIDTH, group_size=GROUP)
     assert whole["record"].shape == (2, PROMPTS, WIDTH + GROUP * (NEW - 1), 2)
     for rows, group in ((2, 2), (1, 1)):  # whole groups, and shares of a group
         for start in range(0, PROMPTS * GROUP, rows):
             part = {name: x[start : start + rows] for name, x in cases.items()}
-            found = routing.pack_hint(part, prompt_width=WIDTH, group_size=group)
+            found = guidance.pack_hint(part, prompt_width=WIDTH, group_size=group)
             prompt, inside = divmod(start, GROUP)
             columns = [*range(WIDTH), *range(WIDTH + inside * (NEW - 1), WIDTH + (inside + rows) * (NEW - 1))]
             for name, x in found.items():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp4rl_jax.arrays import Array
-from fp4rl_jax.ops.spec import Side, SiteSpecs
+from fp4rl_jax.ops.spec import Side
 from fp4rl_jax.qtensor import QTensor
 from fp4rl_jax.quantizers import Quantizer
 
@@ -53,4 +53,4 @@ def recording(side: Side, sink: Sink) -> Side:
                 spec, act=RecordingQuantizer(spec.act.fmt, spec.act.rounding, name=site, put=sink.put)
             )
         items.append((site, spec))
-    return dataclasses.replace(side, specs=SiteSpecs(items=tuple(items)))
+    return dataclasses.replace(side, specs=dataclasses.replace(side.specs, items=tuple(items)))

@@ -31,6 +31,7 @@ from fp4rl_jax.arrays import PyTree
 from fp4rl_jax.batch import Rollouts
 from fp4rl_jax.interchange import Loaded
 from fp4rl_jax.models import ModelConfig, logprobs
+from fp4rl_jax.ops import unguided
 from fp4rl_jax.ops.spec import Order, Side
 from fp4rl_jax.rollout import (
     Published,
@@ -190,10 +191,11 @@ def flipped_codes(setting: Setting, prompts: tuple[Any, Any]) -> float | None:
     Over real tokens of prompt and completion, at sites that both sides quantize alike and whose
     rows are tokens (expert sites sort their rows, so they are left out). None if there are none.
     """
+    rollout = setting.rollout.specs
     specs = {
         site: spec.act
         for site, spec in setting.trainer.specs.items
-        if spec.act is not None and spec.act == setting.rollout.specs[site].act and "experts" not in site
+        if spec.act is not None and unguided(spec.act) == rollout[site].act and "experts" not in site
     }
     if not specs:
         return None
@@ -203,8 +205,12 @@ def flipped_codes(setting: Setting, prompts: tuple[Any, Any]) -> float | None:
     by_trainer(setting, recording(setting.trainer, theirs), out)
     jax.effects_barrier()
     wrong = total = 0
+    captured = () if rollout.capture is None else rollout.capture.sites
     for site in specs:
-        sampled, scored = _align(ours.found[site], theirs.found[site], out, setting.config.num_layers)
+        twice = 2 if site in captured else 1  # quantized for the record, and by the matmul
+        sampled, scored = _align(
+            ours.found[site][::twice], theirs.found[site], out, setting.config.num_layers
+        )
         wrong += int((sampled != scored).sum())
         total += sampled.size
     return wrong / total

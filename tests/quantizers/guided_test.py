@@ -1,5 +1,10 @@
 """Rollout-guided rounding (TRACE, arXiv 2610.07767): the guarantee, the worked example, full and compact."""
 
+import functools
+
+import hypothesis
+import hypothesis.extra.numpy as hnp
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -121,3 +126,48 @@ def test_it_works_at_every_axis_and_under_scan():
             (x, hint),
         )
         assert (out == jax.vmap(lambda q: q.codes())(rollout)).mean() > 0.99
+
+
+ELEMENTS = st.builds(
+    lambda m, e, s: s * m * 2.0**e, st.integers(0, 255), st.integers(-12, 4), st.sampled_from([1.0, -1.0])
+)
+ARRAYS = hnp.arrays(np.float32, (2, 64), elements=ELEMENTS.map(lambda v: float(np.float32(v))))
+
+
+@functools.partial(jax.jit, static_argnames="fmt")
+def rounded(x, y, fmt):
+    """Values of the rollout's y and of the trainer's x: nearest, full, compact; and of every code."""
+    rollout = fp4rl_jax.quantize(y, fmt)
+    full, half = (
+        fp4rl_jax.quantize(x, fmt, rounding=Guided(), hint=h).dequantize()
+        for h in (rollout, compact(rollout))
+    )
+    outer = rollout.outer_scale
+
+    def worth(code):
+        return fmt.decode(jnp.full(x.shape, code, jnp.uint8), rollout.scales, outer)
+
+    nearest = fmt.decode(fmt.encode(x, rollout.scales, outer), rollout.scales, outer)
+    return rollout.dequantize(), nearest, full, half, jax.lax.map(worth, jnp.arange(16, dtype=jnp.uint8))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "hif4"])
+@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.given(x=ARRAYS, other=ARRAYS, near=hnp.arrays(np.int8, (2, 64), elements=st.integers(-6, 6)))
+def test_guidance_keeps_its_promises_in_every_format(name, x, other, near):
+    """Close and unrelated rollouts, blocks of scale zero, clipped values and both zeros among them."""
+    y = np.where(near == 6, other, np.where(near == 5, np.float32(-0.0), x * (1 + near / 16))).astype(
+        np.float32
+    )
+    found = rounded(jnp.asarray(x), jnp.asarray(y), formats.make(name))
+    q, nearest, full, half, codes = (np.asarray(v, np.float64) for v in found)
+    assert (np.abs(full - q) <= np.abs(nearest - q)).all()
+    wide = x.astype(np.float64)
+    lower = np.where(codes <= wide, codes, -np.inf).max(axis=0)
+    upper = np.where(codes >= wide, codes, np.inf).min(axis=0)
+    lower, upper = np.where(np.isinf(lower), upper, lower), np.where(np.isinf(upper), lower, upper)  # clipped
+    for guided in (full, half):
+        assert ((guided == lower) | (guided == upper)).all()
+    brackets = (q == lower) | (q == upper)
+    np.testing.assert_array_equal(full[brackets], q[brackets])
+    np.testing.assert_array_equal(half[brackets], q[brackets])

@@ -1,0 +1,143 @@
+"""What a rollout records for the trainer (TRACE, arXiv 2610.07767), and how the layers find it again.
+
+A record is a pytree of arrays by column of the batch, [B, T, L, ...], whatever it holds: the experts that
+a token took (`routing`), or the codes and scales of a site's input. A record may cover fewer layers than
+the model has; they are then the deepest ones.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from fp4rl_jax.arrays import Array, PyTree
+from fp4rl_jax.models.config import ModelConfig
+from fp4rl_jax.models.params import site_shapes
+from fp4rl_jax.ops.spec import Capture, SiteSpecs
+from fp4rl_jax.qtensor import QTensor
+from fp4rl_jax.quantizers import Hint, Quantizer, compact
+
+#: Sites whose rows are no tokens: a token has as many rows as it takes experts, sorted by expert.
+NOT_BY_TOKEN = ("experts/down",)
+
+
+def check_capture(specs: SiteSpecs) -> None:
+    """Refuses to record a site of which one token has several rows.
+
+    Raises:
+        ValueError: naming the site.
+    """
+    for site in specs.capture.sites if specs.capture is not None else ():
+        if site in NOT_BY_TOKEN:
+            raise ValueError(
+                f"{site} is captured, and a token has a row there for every expert that it takes: expected"
+                " sites that quantize a token once, such as experts/gate_up"
+            )
+
+
+def check_guidance(trainer: SiteSpecs, rollout: SiteSpecs) -> None:
+    """Refuses a pair whose trainer is guided by codes of another format.
+
+    Raises:
+        ValueError: naming the site and both formats.
+    """
+    check_capture(rollout)
+    for site in rollout.capture.sites if rollout.capture is not None else ():
+        ours, theirs = trainer[site].act, rollout[site].act
+        if ours is None or theirs is None or not ours.rounding.borrows_scales or ours.fmt == theirs.fmt:
+            continue
+        raise ValueError(
+            f"{site}: the trainer is guided in {ours.fmt}, the rollout records {theirs.fmt}: expected one"
+            " format"
+        )
+
+
+def record(x: Array, quantizer: Quantizer, *, form: str, key: Array | None) -> Hint:
+    """The outcome of quantizing x [..., K], in the form that is kept: the codes that the matmul uses."""
+    found: QTensor = quantizer.quantize(jax.lax.stop_gradient(x), axis=-1, key=key)
+    return compact(found) if form == "compact" else found
+
+
+def by_column(captured: PyTree, mask: Array, capture: Capture) -> PyTree:
+    """What a forward captured, as it is stored.
+
+    Args:
+        captured: leaves [L, B, T, ...], stacked over all layers.
+        mask: [B, T] bool, real tokens; the others are stored as zeros.
+        capture: says which layers are kept.
+
+    Returns:
+        Leaves [B, T, L, ...] of the layers that are kept.
+    """
+
+    def one(leaf: Array) -> Array:
+        kept = jnp.moveaxis(leaf[capture.first_layer(leaf.shape[0]) :], 0, 2)
+        real = mask.reshape(*mask.shape, *(1,) * (kept.ndim - 2))
+        return jnp.where(real, kept, jnp.zeros_like(kept))
+
+    return jax.tree.map(one, captured)
+
+
+def record_bytes(config: ModelConfig, specs: SiteSpecs) -> int:
+    """Bytes that the capture of `specs` takes a token: elements, block scales and outer scales.
+
+    For a site of width K, a layer takes K * (element bits) / 8 bytes, the format's scale bytes for every
+    block, and four bytes of outer scale where the format has one; K is filled up to whole blocks. An element
+    takes its code's bits in the full form and one in the compact form.
+    """
+    capture = specs.capture
+    if capture is None:
+        return 0
+    layers = config.num_layers - capture.first_layer(config.num_layers)
+    total = 0
+    for site in capture.sites:
+        act = specs[site].act
+        assert act is not None  # resolved
+        width, fmt = site_shapes(config)[site][-1], act.fmt
+        block = fmt.block or width
+        blocks = math.ceil(width / block)
+        bits = 1 if capture.form == "compact" else fmt.code_bits
+        scales = blocks * fmt.scale_width + (4 if fmt.span != "none" else 0)
+        total += layers * (blocks * block * bits // 8 + scales)
+    return total
+
+
+def pack_hint(guidance: dict[str, PyTree], *, prompt_width: int, group_size: int) -> dict[str, PyTree]:
+    """A batch's guidance in the order of `forward_groups`.
+
+    Args:
+        guidance: {name: leaves [B, T, L, ...]}, by column of the batch.
+        prompt_width, group_size: of the batch.
+
+    Returns:
+        {name: leaves [L, P, Tp + G * (T - Tp - 1), ...]}: each prompt once, then its completions without
+        their last column, which is never fed.
+    """
+
+    def one(x: Array) -> Array:
+        x = jnp.asarray(x)
+        prompts = x[::group_size, :prompt_width]
+        after = x[:, prompt_width:-1].reshape(prompts.shape[0], -1, *x.shape[2:])
+        return jnp.moveaxis(jnp.concatenate([prompts, after], axis=1), 2, 0)
+
+    return jax.tree.map(one, guidance)
+
+
+def by_layers(hint: dict[str, PyTree], num_layers: int) -> dict[str, int]:
+    """{name: the first layer that a record covers}, from leaves that are stacked over layers."""
+    return {name: num_layers - jax.tree.leaves(tree)[0].shape[0] for name, tree in hint.items()}
+
+
+def of_layers(hint: dict[str, PyTree], num_layers: int, *, first: int, last: int) -> dict[str, PyTree]:
+    """The records of layers first..last - 1; those that begin later are left out."""
+    starts = by_layers(hint, num_layers)
+    return {
+        name: jax.tree.map(lambda leaf, a=starts[name]: leaf[first - a : last - a], tree)
+        for name, tree in hint.items()
+        if starts[name] <= first
+    }
+
+
+def of_rows(hint: PyTree, rows: Array) -> PyTree:
+    """A site's hints [..., K] for rows [M] int32 of its flattened tokens: leaves [M, ...]."""
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1])[rows], hint)
