@@ -90,7 +90,7 @@ class SiteCalls:
     def matmul(self, site: str, x: Array, weight: Any, *, mask: Array) -> Array:
         """`ops.matmul` of this site: x [..., K], weight [N, K] -> [..., N] in the activation dtype."""
         hint, order = self.hint.get(site), self.side.order
-        self.record(site, x)
+        self.record(site, x, hint)
         spec = self._observe(site, x, weight, mask=mask, hint=hint)
         return settle(ops.matmul(x, weight, spec, order=order, key=self._key(site), hint=hint))
 
@@ -116,14 +116,14 @@ class SiteCalls:
         """`ops.rms_norm` over the last axis."""
         return settle(ops.rms_norm(x, weight, eps=eps, order=self.side.order))
 
-    def record(self, site: str, x: Array) -> None:
+    def record(self, site: str, x: Array, hint: PyTree) -> None:
         """Captures the quantized input x [..., K] of a site, a row a token, where that is asked for."""
         if self.capture is None or site not in self.capture.sites:
             return
         act = self.side.specs[site].act
         assert act is not None  # resolved
         key = _fold(self._key(site), 0)
-        self.captured[site] = guidance.record(x, act, form=self.capture.form, key=key)
+        self.captured[site] = guidance.record(x, act, form=self.capture.form, key=key, hint=hint)
 
     def _key(self, site: str) -> Array | None:
         return None if self.key is None else jax.random.fold_in(self.key, _SITE_INDEX[site])
@@ -264,8 +264,9 @@ def _experts(h: Array, weights: PyTree, calls: SiteCalls, *, mask: Array, config
     counted = jnp.arange(chosen.size) < jnp.sum(group_sizes)
     source = by_expert // active  # the token of each row
     rows = jnp.where(counted[:, None], flat[source], 0)
-    calls.record("experts/gate_up", h)
-    hint = guidance.of_rows(calls.hint.get("experts/gate_up"), source)
+    hint = calls.hint.get("experts/gate_up")
+    calls.record("experts/gate_up", h, hint)
+    hint = guidance.of_rows(hint, source)
     y = calls.grouped(
         "experts/gate_up", rows, weights["gate_up"], group_sizes=group_sizes, mask=counted, hint=hint
     )

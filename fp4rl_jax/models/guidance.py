@@ -10,6 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from fp4rl_jax import ops
 from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.models.config import ModelConfig
 from fp4rl_jax.models.params import site_shapes
@@ -52,9 +53,12 @@ def check_guidance(trainer: SiteSpecs, rollout: SiteSpecs) -> None:
         )
 
 
-def record(x: Array, quantizer: Quantizer, *, form: str, key: Array | None) -> Hint:
+def record(
+    x: Array, quantizer: Quantizer, *, form: str, key: Array | None = None, hint: Hint | None = None
+) -> Hint:
     """The outcome of quantizing x [..., K], in the form that is kept: the codes that the matmul uses."""
-    found: QTensor = quantizer.quantize(jax.lax.stop_gradient(x), axis=-1, key=key)
+    quantizer = quantizer if hint is not None else ops.unguided(quantizer)
+    found: QTensor = quantizer.quantize(jax.lax.stop_gradient(x), axis=-1, key=key, hint=hint)
     return compact(found) if form == "compact" else found
 
 

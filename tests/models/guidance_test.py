@@ -53,7 +53,7 @@ def test_the_formula_is_what_is_stored(fmt, bits, form):
         specs = sides(config, format=fmt, form=form)[1].specs
         x = jax.ShapeDtypeStruct((5, 7, width), jnp.bfloat16)
         act = specs["mlp/gate_up"].act
-        kept = jax.eval_shape(lambda x, act=act: guidance.record(x, act, form=form, key=None), x)
+        kept = jax.eval_shape(lambda x, act=act: guidance.record(x, act, form=form), x)
         stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept)) // 35
         found = guidance.record_bytes(config, specs)
         assert found == 2 * stored  # layers 1 and 2 of three
@@ -96,7 +96,9 @@ def planted(rng: np.random.Generator, config: models.ModelConfig, side: Side) ->
 
 def test_groups_microbatches_and_layers_cut_a_record_of_several_leaves_alike(rng):
     hint = planted(rng, DENSE, sides(DENSE)[1])
-    hint["router"] = rng.integers(0, 9, (ROWS, WIDTH + NEW, 3, 2), np.uint8)
+    router = rng.integers(0, 9, (ROWS, WIDTH + NEW, 3, 2), np.uint8)
+    router[:, :WIDTH] = np.repeat(router[::GROUP, :WIDTH], GROUP, axis=0)
+    hint["router"] = router
     whole = guidance.pack_hint(hint, prompt_width=WIDTH, group_size=GROUP)
     assert whole["mlp/gate_up"].bits.shape == (2, PROMPTS, WIDTH + GROUP * (NEW - 1), 4)
     assert whole["router"].shape == (3, PROMPTS, WIDTH + GROUP * (NEW - 1), 2)
