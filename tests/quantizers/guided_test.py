@@ -151,7 +151,10 @@ def rounded(x, y, fmt):
     return rollout.dequantize(), nearest, full, half, jax.lax.map(worth, jnp.arange(16, dtype=jnp.uint8))
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "hif4"])
+@pytest.mark.parametrize(
+    "name",
+    ["nvfp4", pytest.param("mxfp4", marks=pytest.mark.slow), pytest.param("hif4", marks=pytest.mark.slow)],
+)
 @hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 @hypothesis.given(x=ARRAYS, other=ARRAYS, near=hnp.arrays(np.int8, (2, 64), elements=st.integers(-6, 6)))
 def test_guidance_keeps_its_promises_in_every_format(name, x, other, near):
