@@ -273,7 +273,7 @@ class Format:
         blocks, length = self._to_blocks(x)
         limit = _bits.from_float(self._unit(scales) * jnp.float32(self.qmax))
         if outer_scale is not None:
-            limit = _bits.multiply(limit, _bits.from_float(outer_scale)[..., None])
+            limit = _bits.multiply(limit, _bits.from_float(left_aligned(outer_scale, limit.ndim)))
         return self._from_blocks(_bits.from_float(blocks) <= limit, length)
 
     def _unit(self, scales: Array) -> Array:

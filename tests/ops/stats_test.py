@@ -94,3 +94,14 @@ def test_counts_pass_two_to_the_31() -> None:
     one = ops.quant_stats(x, quantize(x, "mxfp4"))["saturation"]
     layer = dataclasses.replace(one, count=one.count * 2.0**25)
     assert float(sum([layer] * 4, start=layer).count) == 5 * 2.0**29
+
+
+def test_a_stack_of_weights_counts_what_its_matrices_count() -> None:
+    """Each expert has an outer scale of its own: 2^12 apart here."""
+    w = np.random.default_rng(0).normal(size=(3, 8, 32)).astype(np.float32)
+    w = jnp.asarray(w * np.array([1.0, 2.0**12, 2.0**-12], np.float32)[:, None, None])
+    quantizer = Quantizer(make("nvfp4", outer="tensor"))
+    found = shares(w, ops.quantize_weight(w, quantizer))
+    alone = [shares(part, quantizer.quantize(part)) for part in w]
+    assert found == {n: tuple(sum(part[n][i] for part in alone) for i in (0, 1)) for n in found}
+    assert found["saturation"][1] == w.size

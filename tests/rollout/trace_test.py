@@ -69,7 +69,7 @@ def test_the_record_is_aligned_and_guides_the_trainer_to_the_samplers_bits(confi
         lambda p, r: models.score(
             models.fuse(p), r.tokens, r.token_mask, prompt_width=WIDTH, group_size=GROUP, config=config,
             side=trainer, temperature=1.0, chunk=8, entropy="off", guidance=r.guidance,
-            stats="on" if config is DENSE else "sampled",
+            stats="on",
         )
     )  # fmt: skip
     scores = score(params, found)
