@@ -17,7 +17,7 @@ from fp4rl_jax import ops
 from fp4rl_jax.arrays import Array, PyTree, dtype_of
 from fp4rl_jax.models import guidance, rope, routing
 from fp4rl_jax.models.config import ModelConfig
-from fp4rl_jax.models.numerics import add, round_to, settle, sum_last
+from fp4rl_jax.models.numerics import add, round_to, sum_last
 from fp4rl_jax.models.params import SITE_PATHS
 from fp4rl_jax.ops.inputs import input_stats
 from fp4rl_jax.ops.spec import Capture, MatmulSpec, Order, Side, SiteSpecs
@@ -92,7 +92,7 @@ class SiteCalls:
         hint, order = self.hint.get(site), self.side.order
         self.record(site, x, hint)
         spec = self._observe(site, x, weight, mask=mask, hint=hint)
-        return settle(ops.matmul(x, weight, spec, order=order, key=self._key(site), hint=hint))
+        return ops.matmul(x, weight, spec, order=order, key=self._key(site), hint=hint)
 
     def grouped(
         self,
@@ -109,12 +109,11 @@ class SiteCalls:
         The hint is in the order of the rows.
         """
         spec, order = self._observe(site, x, weight, mask=mask, hint=hint), self.side.order
-        y = ops.grouped_matmul(x, weight, group_sizes, spec, order=order, key=self._key(site), hint=hint)
-        return settle(y)
+        return ops.grouped_matmul(x, weight, group_sizes, spec, order=order, key=self._key(site), hint=hint)
 
     def norm(self, x: Array, weight: Array, eps: float) -> Array:
         """`ops.rms_norm` over the last axis."""
-        return settle(ops.rms_norm(x, weight, eps=eps, order=self.side.order))
+        return ops.rms_norm(x, weight, eps=eps, order=self.side.order)
 
     def record(self, site: str, x: Array, hint: PyTree) -> None:
         """Captures the quantized input x [..., K] of a site, a row a token, where that is asked for."""
@@ -195,7 +194,7 @@ def layer(
     h = calls.norm(x, weights["attn_norm"], config.rms_eps)
     q, k, v = _project(h, weights["attn"], calls, tokens=tokens, config=config)
     out, kept, state = attend(q, k, v, extra=extra, state=state)
-    out = settle(out).reshape(*out.shape[:-2], -1)  # [..., H * C]
+    out = out.reshape(*out.shape[:-2], -1)  # [..., H * C]
     x = add(x, calls.matmul("attn/out", out, weights["attn"]["out"], mask=tokens.mask))
     h = calls.norm(x, weights["mlp_norm"], config.rms_eps)
     if config.num_experts:

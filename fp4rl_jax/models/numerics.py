@@ -11,16 +11,7 @@ from fp4rl_jax.ops.spec import Order
 
 def round_to(x: Array, dtype: Any) -> Array:
     """Rounds float32 to `dtype` such that the compiler cannot undo it."""
-    return rounding.round_to(x, dtype).astype(dtype)
-
-
-def settle(x: Array) -> Array:
-    """Makes sure that x is what its dtype says, also where XLA would skip the rounding.
-
-    A bfloat16 result that is widened again may reach its reader unrounded on a GPU, and whether
-    it does depends on the surrounding program. Rounding twice is rounding once.
-    """
-    return round_to(x.astype(jnp.float32), x.dtype)
+    return rounding.settle(x, dtype)
 
 
 def add(x: Array, y: Array) -> Array:

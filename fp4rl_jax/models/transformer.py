@@ -19,7 +19,6 @@ from fp4rl_jax.arrays import Array, PyTree, dtype_of
 from fp4rl_jax.models import rope
 from fp4rl_jax.models.blocks import Attend, Stats, Tokens
 from fp4rl_jax.models.config import ModelConfig
-from fp4rl_jax.models.numerics import settle
 from fp4rl_jax.models.routing import Watch, Watched
 from fp4rl_jax.models.sequences import (
     KV,
@@ -74,7 +73,7 @@ def _embed(fused: PyTree, tokens: Array, side: Side) -> Array:
 
 
 def _final_norm(x: Array, fused: PyTree, *, config: ModelConfig, side: Side) -> Array:
-    return settle(ops.rms_norm(x, fused["final_norm"], eps=config.rms_eps, order=side.order))
+    return ops.rms_norm(x, fused["final_norm"], eps=config.rms_eps, order=side.order)
 
 
 def _check_length(config: ModelConfig, length: int) -> None:

@@ -1,5 +1,6 @@
 """Roundings that carry meaning, and reductions whose order is written down."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 from jax.lax import optimization_barrier
 
 from fp4rl_jax.arrays import Array
+from fp4rl_jax.formats._base import narrow_exact
 from fp4rl_jax.ops.spec import Order
 
 #: Elements that `pointwise` computes together: whole vectors of every width.
@@ -23,13 +25,20 @@ def round_to(x: Array, dtype: jnp.dtype) -> Array:
     return x
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def settle(x: Array, dtype: jnp.dtype) -> Array:
     """Casts float32 values to `dtype` such that no compiler skips the rounding.
 
     Within one program XLA may widen a bfloat16 result again without having rounded it, on CPU and
-    GPU alike, and whether it does depends on the surroundings.
+    GPU alike, and whether it does depends on the surroundings. What is rounded needs no second
+    rounding: the cast takes the upper half of the bits.
     """
-    return round_to(x, dtype).astype(dtype)
+    return narrow_exact(round_to(x, dtype), dtype)
+
+
+@settle.defjvp
+def _settle_jvp(dtype: jnp.dtype, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return settle(primals[0], dtype), tangents[0].astype(dtype)
 
 
 def tree_sum(x: Array) -> Array:
