@@ -76,9 +76,9 @@ def build(config: Config) -> Task:
 
     Raises:
         ValueError: `reward` or `train` is not set or names nothing that can be called (with the
-            nearest name), a row has no prompt, or a side has no row.
+            nearest name) or a module that Python does not find, a row has no prompt, or a side has
+            no row.
         FileNotFoundError: a path that does not exist.
-        ModuleNotFoundError: a module that Python does not find.
     """
     if not config.train:
         raise ValueError("train is not set: it takes a .jsonl path or 'module:function'")
@@ -156,12 +156,23 @@ def _resolve(field: str, where: str) -> Callable[..., Any]:
     place, colon, name = where.rpartition(":")
     if not (place and colon and name):
         raise ValueError(f"{field} is {where!r}, expected 'module:function' or 'file.py:function'")
-    module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    module = _module_of_file(Path(place)) if place.endswith(".py") else _module_of_name(field, place)
     found = getattr(module, name, None)
     if not callable(found):
         known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise unknown_name(f"function in {place} (for {field})", name, known)
     return found
+
+
+def _module_of_name(field: str, name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module was found, and misses another
+        raise ValueError(
+            f"{field}: Python finds no module {error.name!r} (a file is written 'path/to/file.py:function')"
+        ) from error
 
 
 def _module_of_file(path: Path) -> Any:

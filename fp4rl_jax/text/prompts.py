@@ -49,7 +49,7 @@ def pad_left(
         if len(row) > width:
             raise ValueError(
                 f"prompt {name} has {len(row)} tokens, but the prompt width is {width}: shorten it or "
-                "widen the prompt"
+                "widen it (in a run: rollout.prompt_width)"
             )
         tokens[index, width - len(row) :] = row
         mask[index, width - len(row) :] = True

@@ -98,7 +98,11 @@ def test_parts_must_be_the_same_every_time(here):
         ({"train": ""}, ValueError, "train is not set"),
         ({"reward": "{here}/my_reward.py:rewards"}, ValueError, "did you mean 'reward'"),
         ({"reward": "{here}/absent.py:reward"}, FileNotFoundError, "absent.py"),
-        ({"reward": "absent_module_xyz:reward"}, ModuleNotFoundError, "absent_module_xyz"),
+        (
+            {"reward": "absent_module_xyz:reward"},
+            ValueError,
+            "reward: Python finds no module .absent_module_xyz.",
+        ),
         ({"train": "{here}/my_reward.py:rows"}, ValueError, "both files or both functions"),
         ({"train": "{here}/my_reward.py:nothing", "eval": ""}, ValueError, "returned NoneType"),
         ({"train": "{here}/my_reward.py:bad", "eval": ""}, ValueError, "row 0.*no 'prompt'"),
