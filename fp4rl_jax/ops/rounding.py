@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,6 @@ def round_to(x: Array, dtype: jnp.dtype) -> Array:
     return x
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def settle(x: Array, dtype: jnp.dtype) -> Array:
     """Casts float32 values to `dtype` such that no compiler skips the rounding.
 
@@ -33,10 +33,15 @@ def settle(x: Array, dtype: jnp.dtype) -> Array:
     GPU alike, and whether it does depends on the surroundings. What is rounded needs no second
     rounding: the cast takes the upper half of the bits.
     """
+    return cast(Array, _settle(x, dtype))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _settle(x: Array, dtype: jnp.dtype) -> Array:
     return narrow_exact(round_to(x, dtype), dtype)
 
 
-@settle.defjvp
+@_settle.defjvp
 def _settle_jvp(dtype: jnp.dtype, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     return settle(primals[0], dtype), tangents[0].astype(dtype)
 
