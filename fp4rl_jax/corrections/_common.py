@@ -19,6 +19,20 @@ def detached(log_ratio: Array, loss_mask: Array) -> Array:
     return jnp.clip(kept, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
+def unweighted(log_ratio: Array, loss_mask: Array, config: object) -> Array:
+    """`weights` of a correction without any: [B, T] float32, 1 on the mask, 0 off it."""
+    del config
+    detached(log_ratio, loss_mask)
+    return loss_mask.astype(jnp.float32)
+
+
+def nothing_clipped(log_ratio: Array, loss_mask: Array, config: object) -> Array:
+    """`clipped` of a correction that lets every ratio through: [B, T] bool, False everywhere."""
+    del config
+    detached(log_ratio, loss_mask)
+    return jnp.zeros_like(loss_mask)
+
+
 def require_band(low: float, high: float) -> None:
     """Raises ValueError unless 0 <= low < high."""
     if not 0 <= low < high:

@@ -2,9 +2,6 @@
 
 import dataclasses
 
-import jax.numpy as jnp
-
-from fp4rl_jax.arrays import Array
 from fp4rl_jax.corrections import _common
 
 
@@ -13,15 +10,5 @@ class Config:
     """Nothing to set."""
 
 
-def weights(log_ratio: Array, loss_mask: Array, config: Config) -> Array:
-    """[B, T] float32: 1 on the mask, 0 off it."""
-    del config
-    _common.detached(log_ratio, loss_mask)
-    return loss_mask.astype(jnp.float32)
-
-
-def clipped(log_ratio: Array, loss_mask: Array, config: Config) -> Array:
-    """[B, T] bool: False everywhere."""
-    del config
-    _common.detached(log_ratio, loss_mask)
-    return jnp.zeros_like(loss_mask)
+weights = _common.unweighted
+clipped = _common.nothing_clipped

@@ -51,7 +51,7 @@ def input_stats(x: Array, weight: object, spec: MatmulSpec, *, mask: Array) -> S
     if spec.act is None or (spec.residual is None and spec.smoothing is None):
         return Seen(channels=None, recovered=None)
     x = jax.lax.stop_gradient(x).reshape(-1, x.shape[-1])
-    rows = jnp.broadcast_to(mask, mask.shape).reshape(-1)
+    rows = mask.reshape(-1)
     wide = x.astype(jnp.float32)
     values, outer = spec.act.inner(x)
     error = spec.act.seen(wide) - (values if outer is None else values * outer)

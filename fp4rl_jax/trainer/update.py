@@ -204,6 +204,7 @@ def _score(
         "chunk": learner.config.logprob_chunk,
         "remat": learner.config.remat,
         "trainable_from": learner.subset.first_layer,
+        "key": key,
         "stats": stats,
         "watch": "all" if learner.model.num_experts else "off",
     }
@@ -217,7 +218,6 @@ def _score(
         group_size=share.group_size,
         guidance=share.guidance,
         candidates=share.candidates,
-        key=key,
         **common,
     )
 
