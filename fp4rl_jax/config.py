@@ -99,6 +99,11 @@ def load(files: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
     return config
 
 
+def sections(files: Sequence[str] = (), overrides: Sequence[str] = ()) -> set[str]:
+    """The sections in which `files` and `overrides` set anything; errors as `load`."""
+    return {key for values in (*map(read_file, files), *map(parse_override, overrides)) for key in values}
+
+
 def validate(config: Config) -> None:
     """Refuses a configuration that cannot work, before any device is used.
 
@@ -132,4 +137,4 @@ def as_dict(config: Config) -> dict[str, Any]:
     return to_plain(config)
 
 
-__all__ = ["Config", "ConfigError", "as_dict", "dump", "load", "validate"]
+__all__ = ["Config", "ConfigError", "as_dict", "dump", "load", "sections", "validate"]

@@ -12,11 +12,14 @@ from pathlib import Path
 
 from fp4rl_jax import plugins
 from fp4rl_jax.arrays import unknown_name
+from fp4rl_jax.cli import _failures
 from fp4rl_jax.cli._flags import Done
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand and returns its exit code: 0 done, 2 for a mistake in what was asked.
+    """Runs one subcommand and returns its exit code (`fp4rl_jax.runs.exit_codes`).
+
+    A failure that one line explains (`_failures`) is that line on stderr, without a traceback.
 
     Args:
         argv: the words after `fp4rl`; those of the process when None.
@@ -35,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return subcommand.main(words[1:])
     except Done as done:
         return done.code
+    except tuple(_failures.expected()) as error:
+        return _failures.tell(words[0], error)
 
 
 def usage(known: Sequence[str]) -> str:

@@ -6,8 +6,10 @@
 Each subcommand makes a fresh `FlagValues`, so no flag is global and none leaks between subcommands.
 """
 
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from absl import flags
@@ -63,19 +65,49 @@ def get[T](values: flags.FlagValues, name: str, kind: type[T]) -> T:
     return found
 
 
-def load_config(values: flags.FlagValues, *, name: str) -> "config.Config":
+def require_sections(values: flags.FlagValues, *wanted: tuple[str, ...]) -> None:
+    """Refuses to train something that nobody named: one section of each of `wanted` has to be set.
+
+    Raises:
+        ConfigError: neither a file nor an override says anything in them.
+    """
+    from fp4rl_jax import config
+
+    given = config.sections(values["config"].value or (), values["set"].value or ())
+    missing = [" or ".join(f"[{name}]" for name in names) for names in wanted if not given & set(names)]
+    if missing:
+        raise config.ConfigError(
+            f"nothing sets {', nor '.join(missing)}: give a configuration that does (e.g. --config "
+            "configs/demo.toml), or --set model.path=models/smollm2 --set task.name=arithmetic"
+        )
+
+
+def output_file(values: flags.FlagValues, name: str) -> Path | None:
+    """The file that flag `name` asks to write, or None; refused now and not when the work is done.
+
+    Raises:
+        ValueError: it is a folder, or its folder is not there or not writable.
+    """
+    if values[name].value is None:
+        return None
+    path = Path(get(values, name, str))
+    if path.is_dir():
+        raise ValueError(f"--{name} {path} is a folder, expected a file to write")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"--{name} {path}: no folder {path.parent} that can be written")
+    return path
+
+
+def load_config(values: flags.FlagValues) -> "config.Config":
     """The configuration that `--config` and `--set` give, built and validated.
 
     Raises:
-        Done: it is wrong (code 2, one line on stderr), or `--dry_run` printed it (code 0).
+        ConfigError: it is wrong.
+        Done: `--dry_run` printed it (code 0).
     """
     from fp4rl_jax import config  # here, so that subcommands without a configuration start at once
 
-    try:
-        resolved = config.load(values["config"].value or (), values["set"].value or ())
-    except config.ConfigError as error:
-        print(f"fp4rl {name}: {error}", file=sys.stderr)
-        raise Done(2) from error
+    resolved = config.load(values["config"].value or (), values["set"].value or ())
     if values["dry_run"].value:
         print(config.dump(resolved), end="")
         raise Done(0)

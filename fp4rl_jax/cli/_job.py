@@ -304,10 +304,12 @@ def job(config: Config, directory: RunDirectory) -> Job:
 
     Raises:
         ValueError: the model, a recipe or the task does not fit the configuration.
+        PromptError: a prompt is wider than rollout.prompt_width.
     """
     if config.mesh.num_devices != 1:
         raise ValueError(f"mesh asks for {config.mesh.num_devices} devices: a run takes one device")
     made = builder(config)
+    require_fit(made)
     data = Prompts(made.task.train, config.loop.num_prompts, seed=config.run.seed)
     logging.info("model: %d parameters", models.num_parameters(made.model))
     return Job(
@@ -321,6 +323,33 @@ def job(config: Config, directory: RunDirectory) -> Job:
         eval_every=config.eval.every,
         manifest=made.manifest,
     )
+
+
+#: Prompts of the training side whose width is looked at before the run begins: two seconds of encoding.
+CHECKED_PROMPTS = 20_000
+
+
+def require_fit(made: Builder) -> None:
+    """Refuses, before any device works, sequences too long for the model and prompts too wide.
+
+    Raises:
+        ValueError: prompt and completion together are longer than the model's max_length.
+        PromptError: a prompt is empty or wider than rollout.prompt_width; of a training side of more than
+            `CHECKED_PROMPTS` items those behind are looked at when their turn comes.
+    """
+    rollout, most = made.config.rollout, made.model.max_length
+    if rollout.prompt_width + rollout.max_new_tokens > most:
+        raise ValueError(
+            f"rollout.prompt_width = {rollout.prompt_width} and rollout.max_new_tokens = "
+            f"{rollout.max_new_tokens}: their sum is more than the model's max_length of {most}"
+        )
+    sides = (
+        (made.task.train, min(len(made.task.train), CHECKED_PROMPTS)),
+        (made.task.eval, min(len(made.task.eval), made.config.eval.problems)),
+    )
+    for source, count in sides:
+        for first in range(0, count, 256):
+            made.encode([source[index] for index in range(first, min(first + 256, count))])
 
 
 def _tokenizer(config: Config) -> Tokenizer:

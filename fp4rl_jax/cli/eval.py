@@ -11,13 +11,12 @@ import numpy as np
 from absl import flags
 
 from fp4rl_jax import tasks
-from fp4rl_jax.cli import _flags, _policy
+from fp4rl_jax.cli import _failures, _flags, _policy
 from fp4rl_jax.cli._policy import Policy
 from fp4rl_jax.config import Config
-from fp4rl_jax.configuring import ConfigError, merge, parse_override, to_plain
+from fp4rl_jax.configuring import merge, parse_override, to_plain
 from fp4rl_jax.configuring.build import build_plugin
-from fp4rl_jax.rollout import Evaluation, Evaluator, PublishError, evaluate
-from fp4rl_jax.runs import RunError
+from fp4rl_jax.rollout import Evaluation, Evaluator, evaluate
 from fp4rl_jax.tasks import Task
 from fp4rl_jax.text import encode_prompts
 
@@ -25,7 +24,7 @@ SUMMARY = "score a model on a task: greedy, mean@k and pass@k with confidence in
 
 
 def main(argv: Sequence[str]) -> int:
-    """Evaluates; exit code 1 if model or task are wrong, 2 for a mistake in the flags."""
+    """Evaluates; exit codes as docs/RUNS.md lists them."""
     values = flags.FlagValues()
     _policy.define_flags(values)
     flags.DEFINE_string(
@@ -41,18 +40,16 @@ def main(argv: Sequence[str]) -> int:
     flags.DEFINE_integer("prompt_width", 64, "columns of the prompt", flag_values=values)
     flags.DEFINE_string("out", None, "write every item's answers here, as JSON lines", flag_values=values)
     _flags.parse(values, argv, name="eval", summary=SUMMARY)
-    try:
+    with _failures.settings():
         run = _policy.run_config(values, name="eval")
         task = build_task(_task_settings(values, run), values["set"].value or ())
+        out = _flags.output_file(values, "out")
         policy = _policy.load(values, run)
         print(_policy.describe(policy), file=sys.stderr)
         found = _evaluate(policy, task, values, run)
-    except (ValueError, OSError, ConfigError, PublishError, RunError) as error:
-        print(f"fp4rl eval: {error}", file=sys.stderr)
-        return 1
     print(summary(found, tuple(int(k) for k in values["pass_at"].value or ())))
-    if values["out"].value is not None:
-        _write(found, Path(_flags.get(values, "out", str)))
+    if out is not None:
+        _write(found, out)
     return 0
 
 

@@ -1,30 +1,27 @@
 """`fp4rl explain`: what a configuration means before anything runs."""
 
-import sys
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fp4rl_jax.cli import _flags
+from fp4rl_jax.cli import _failures, _flags
 
 if TYPE_CHECKING:
     from fp4rl_jax.config import Config
 
-SUMMARY = "print the resolved configuration, every site on both sides, and the chosen implementations"
+SUMMARY = "print every site on both sides, the chosen implementations, and the resolved configuration"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the resolved configuration, then what each side does at each site of the model."""
+    """Prints what each side does at each site of the model, then what the configuration sets.
+
+    `--dry_run` prints the whole resolved configuration instead, as JSON.
+    """
     values = _flags.config_flags()
     _flags.parse(values, argv, name="explain", summary=SUMMARY)
-    resolved = _flags.load_config(values, name="explain")
-    from fp4rl_jax import config
-
-    print(config.dump(resolved))
-    try:
+    resolved = _flags.load_config(values)
+    with _failures.settings():
         print(explain(resolved))
-    except (ValueError, FileNotFoundError) as error:
-        print(f"fp4rl explain: {error}", file=sys.stderr)
-        return 2
     return 0
 
 
@@ -50,8 +47,18 @@ def explain(config: "Config") -> str:
         "Left unquantized by the trainer": "\n".join(ours),
         "Left unquantized by the rollout": "\n".join(theirs),
         "Difference": precision.difference(ours, theirs),
+        "Configuration, where it is not the default (all of it: --dry_run)": _settings(config),
     }
     return "\n".join(f"{title}\n{_indented(text)}" for title, text in parts.items())
+
+
+def _settings(config: "Config") -> str:
+    """Every dotted key whose value differs from that of an empty configuration, a line each."""
+    from fp4rl_jax.config import as_dict, load
+    from fp4rl_jax.runs.directory import config_differences
+
+    found = config_differences(as_dict(load()), as_dict(config))
+    return "\n".join(f"{key} = {json.dumps(value)}" for key, _, value in found)
 
 
 def _loss(config: "Config") -> str:

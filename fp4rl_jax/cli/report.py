@@ -7,7 +7,7 @@ from pathlib import Path
 from absl import flags
 
 from fp4rl_jax.cli import _flags
-from fp4rl_jax.runs import RunError, exit_codes, report
+from fp4rl_jax.runs import exit_codes, report
 
 SUMMARY = "draw one run, or several over each other, into PNGs and one report.html"
 
@@ -26,11 +26,7 @@ def main(argv: Sequence[str]) -> int:
         print("fp4rl report: name at least one run's folder, e.g. fp4rl report runs/demo", file=sys.stderr)
         return exit_codes.USAGE
     output = values["output"].value
-    try:
-        done = report.build([Path(word) for word in words], output=Path(output) if output else None)
-    except RunError as error:
-        print(f"fp4rl report: {error}", file=sys.stderr)
-        return error.exit_code
+    done = report.build([Path(word) for word in words], output=Path(output) if output else None)
     print(done.table)
     for note in done.notes:
         print(f"not drawn: {note}")

@@ -11,10 +11,9 @@ import numpy as np
 from absl import flags
 
 from fp4rl_jax.arrays import Array
-from fp4rl_jax.cli import _flags, _policy
+from fp4rl_jax.cli import _failures, _flags, _policy
 from fp4rl_jax.cli._policy import Policy
-from fp4rl_jax.rollout import PublishError, SamplingConfig, row_keys, sample
-from fp4rl_jax.runs import RunError
+from fp4rl_jax.rollout import SamplingConfig, row_keys, sample
 from fp4rl_jax.text import Prompt, encode_prompts
 
 SUMMARY = "chat with a model in the terminal, or answer the prompts of a file"
@@ -27,7 +26,7 @@ With --prompts FILE: one prompt a line; a line of JSON may hold {"prompt": ...} 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Samples; exit code 1 if the model or a prompt is wrong, 2 for a mistake in the flags."""
+    """Samples; exit codes as docs/RUNS.md lists them."""
     values = flags.FlagValues()
     _policy.define_flags(values)
     flags.DEFINE_string("prompts", None, "a file of prompts; none: chat", flag_values=values)
@@ -37,18 +36,18 @@ def main(argv: Sequence[str]) -> int:
     flags.DEFINE_integer("num_samples", 1, "answers a prompt (with --prompts)", flag_values=values)
     flags.DEFINE_integer("batch_prompts", 8, "prompts a batch (with --prompts)", flag_values=values)
     _flags.parse(values, argv, name="sample", summary=f"{SUMMARY}\n\n{_USAGE}")
-    try:
+    with _failures.settings():
+        out = _flags.output_file(values, "out")
+        asked = values["prompts"].value
+        prompts = None if asked is None else read_prompts(Path(asked))
         run = _policy.run_config(values, name="sample")
         policy = _policy.load(values, run)
         sampling = _policy.sampling(values, policy.tokenizer, run)
         print(_policy.describe(policy), file=sys.stderr)
-        if values["prompts"].value is None:
+        if prompts is None:
             _chat(policy, sampling, jax.random.key(_flags.get(values, "seed", int)))
         else:
-            _answer_file(policy, sampling, values)
-    except (ValueError, OSError, PublishError, RunError) as error:
-        print(f"fp4rl sample: {error}", file=sys.stderr)
-        return 1
+            _answer_file(policy, sampling, prompts, values, out=out)
     return 0
 
 
@@ -56,8 +55,14 @@ def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of a file: a plain line is a user's message, a line of JSON holds the chat itself.
 
     Raises:
-        ValueError: a JSON line without "prompt" or "messages", or no prompt at all; with the line.
+        ValueError: `path` is no file, a line is wrong JSON or has neither "prompt" nor "messages" (with
+            its number), or there is no prompt at all.
     """
+    if not path.is_file():
+        raise ValueError(
+            f"--prompts {str(path)!r} is not a file: it takes a text file with one prompt a line "
+            "(without --prompts you can type them)"
+        )
     prompts: list[Prompt] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
@@ -65,7 +70,10 @@ def read_prompts(path: Path) -> list[Prompt]:
         if not line.lstrip().startswith("{"):
             prompts.append([{"role": "user", "content": line}])
             continue
-        row = json.loads(line)
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from error
         if "messages" in row:
             prompts.append(row["messages"])
         elif "prompt" in row:
@@ -125,8 +133,10 @@ def _answer(policy: Policy, out: Any, row: int) -> dict[str, Any]:
     }
 
 
-def _answer_file(policy: Policy, sampling: SamplingConfig, values: flags.FlagValues) -> None:
-    prompts = read_prompts(Path(_flags.get(values, "prompts", str)))
+def _answer_file(
+    policy: Policy, sampling: SamplingConfig, prompts: list[Prompt], values: flags.FlagValues, *,
+    out: Path | None,
+) -> None:  # fmt: skip
     found = answers(
         policy,
         sampling,
@@ -135,13 +145,13 @@ def _answer_file(policy: Policy, sampling: SamplingConfig, values: flags.FlagVal
         num_samples=_flags.get(values, "num_samples", int),
         batch_prompts=_flags.get(values, "batch_prompts", int),
     )
-    if values["out"].value is None:
+    if out is None:
         for number, texts in found:
             print(f"> {_shown(prompts[number])}")
             for answer in texts:
                 print(answer["text"], end="\n\n")
         return
-    with open(_flags.get(values, "out", str), "w", encoding="utf-8") as file:
+    with out.open("w", encoding="utf-8") as file:
         for number, texts in found:
             file.write(json.dumps({"prompt": prompts[number], "answers": texts}) + "\n")
 

@@ -1,11 +1,10 @@
 """`fp4rl sft`: supervised training on answers, with the trainer, the recipe and the run folder of RL."""
 
-import sys
 from collections.abc import Sequence
 
 from absl import flags
 
-from fp4rl_jax.cli import _flags
+from fp4rl_jax.cli import _failures, _flags
 from fp4rl_jax.config import Config, as_dict
 
 SUMMARY = "train a model on the answers of a chat file or of a task"
@@ -18,28 +17,27 @@ def main(argv: Sequence[str]) -> int:
         "output", "", "where the trained model goes; runs/NAME/model by default", flag_values=values
     )
     _flags.parse(values, argv, name="sft", summary=SUMMARY)
-    config = _flags.load_config(values, name="sft")
+    config = _flags.load_config(values)
+    _flags.require_sections(values, ("model",), ("sft", "task"))
     return train(config, output=_flags.get(values, "output", str))
 
 
 def train(config: Config, *, output: str = "") -> int:
-    """Opens the run's folder, trains and exports; an expected failure is one line and its exit code."""
+    """Opens the run's folder, trains and exports.
+
+    Raises:
+        ConfigError: the configuration does not fit, or the model cannot be written.
+        RunError, RewardError, PromptError, PublishError: the folder, the task or the weights.
+    """
     from fp4rl_jax.cli import _sft_job  # jax and the models load only once the configuration is sound
     from fp4rl_jax.loop import run
-    from fp4rl_jax.runs import RunDirectory, RunError, exit_codes
+    from fp4rl_jax.runs import RunDirectory, exit_codes
 
-    try:
-        with RunDirectory.open(config.run, resolved=as_dict(config)) as directory:
-            target = output or str(directory.path / "model")
-            try:
-                job, made = _sft_job.job(config, directory, target=target)
-            except (ValueError, FileNotFoundError, FileExistsError) as error:
-                print(f"fp4rl sft: {error}", file=sys.stderr)
-                return exit_codes.USAGE
-            code = run(job)
-            if code == exit_codes.OK:
-                print(f"model: {_sft_job.export(job, made, target)}", flush=True)
-            return code
-    except RunError as error:
-        print(f"fp4rl sft: {error}", file=sys.stderr)
-        return error.exit_code
+    with RunDirectory.open(config.run, resolved=as_dict(config)) as directory:
+        target = output or str(directory.path / "model")
+        with _failures.settings():
+            job, made = _sft_job.job(config, directory, target=target)
+        code = run(job)
+        if code == exit_codes.OK:
+            print(f"model: {_sft_job.export(job, made, target)}", flush=True)
+        return code

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fp4rl_jax.tasks import Item
-from fp4rl_jax.text import Tokenizer, encode_prompts
+from fp4rl_jax.text import PromptError, Tokenizer, encode_prompts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,8 +103,8 @@ def encode_examples(
     """Encodes items: prompts left-padded, answers and a stop token right-padded.
 
     Raises:
-        ValueError: a prompt or a completion is longer than its width, or the tokenizer has no token
-            that ends a completion; the message names the item.
+        PromptError: a prompt or a completion is longer than its width; the message names the item.
+        ValueError: the tokenizer has no token that ends a completion.
     """
     prompts, prompt_mask = encode_prompts(
         tokenizer, [item.messages for item in items], width=prompt_width, names=[item.key for item in items]
@@ -114,7 +114,7 @@ def encode_examples(
     for row, item in enumerate(items):
         ids = _completion(tokenizer, item)
         if len(ids) > completion_width:
-            raise ValueError(
+            raise PromptError(
                 f"the answer of {item.key!r} has {len(ids)} tokens, its stop token included, but "
                 f"rollout.max_new_tokens is {completion_width}"
             )
@@ -147,7 +147,7 @@ def pack_examples(
         rows, width: of the result.
 
     Raises:
-        ValueError: an example is longer than `width`; the message names it.
+        PromptError: an example is longer than `width`; the message names it.
     """
     tokens = np.full((rows, width), tokenizer.pad_id, np.int32)
     segments = np.zeros((rows, width), np.int32)
@@ -158,7 +158,7 @@ def pack_examples(
         prompt, answer = tokenizer.encode_chat(item.messages), _completion(tokenizer, item)
         ids = [*prompt, *answer]
         if len(ids) > width:
-            raise ValueError(f"example {item.key!r} has {len(ids)} tokens, but sft.pack_width is {width}")
+            raise PromptError(f"example {item.key!r} has {len(ids)} tokens, but sft.pack_width is {width}")
         free = np.flatnonzero(used + len(ids) <= width)
         if not free.size:
             undo()

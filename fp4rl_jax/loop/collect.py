@@ -9,12 +9,19 @@ import numpy as np
 
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.batch import Rollouts, concatenate_rows, take_rows
+from fp4rl_jax.runs import RunError, exit_codes
 
 
 class RewardFn(Protocol):
     """A task's reward: see `tasks`."""
 
     def __call__(self, item: Any, completion: str) -> Any: ...
+
+
+class NoGroupsError(RunError):
+    """The sampling rounds of a step gave too few groups that the algorithm can learn from."""
+
+    exit_code = exit_codes.TASK
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +83,7 @@ def collect(published: Any, key: Array, collector: Collector) -> Collected:
         collector: the parts.
 
     Raises:
-        RuntimeError: `max_rounds` rounds did not give enough groups that the algorithm wants.
+        NoGroupsError: `max_rounds` rounds did not give enough groups that the algorithm wants.
     """
     kept: list[Collected] = []
     sampled = 0
@@ -88,7 +95,7 @@ def collect(published: Any, key: Array, collector: Collector) -> Collected:
         if sum(len(part.items) for part in kept) >= collector.num_prompts:
             return _join(kept, collector, rounds=number + 1, sampled=sampled)
     have = sum(len(part.items) for part in kept)
-    raise RuntimeError(
+    raise NoGroupsError(
         f"{collector.max_rounds} sampling rounds gave {have} groups of mixed reward, {collector.num_prompts} "
         "are needed: raise loop.max_rounds, or choose a task that the policy sometimes solves"
     )

@@ -221,7 +221,9 @@ def begun(path: Path) -> bool:
 def _claim(config: RunConfig, plain: Mapping[str, Any], may_change: tuple[str, ...]) -> tuple[int, bool]:
     """Locks the folder and saves the configuration; (the lock, whether a run is resumed)."""
     path = config.path
-    if config.resume == "must" and not begun(path):
+    with storage_errors(path, doing="read the run folder"):
+        found = begun(path)
+    if config.resume == "must" and not found:
         raise RunNotFoundError(f'{path} holds no run to resume (run.resume="must")')
     with storage_errors(path, doing="make the run folder"):
         path.mkdir(parents=True, exist_ok=True)
@@ -230,7 +232,8 @@ def _claim(config: RunConfig, plain: Mapping[str, Any], may_change: tuple[str, .
         resumed = begun(path)
         if resumed and config.resume == "never":
             raise RunExistsError(
-                f'{path} already holds a run: set run.resume="auto" to continue it, or change run.name'
+                f"{path} already holds a run: continue it with --set run.resume=auto, or name a new one with "
+                f"--set run.name=..."
             )
         if resumed:
             require_same_config(files.read_json(path / CONFIG), plain, path=path, may_change=may_change)
@@ -253,7 +256,10 @@ def require_same_config(
     found = [item for item in config_differences(saved, new) if not _allowed(item[0], allowed)]
     if found:
         shown = "; ".join(f"{key}: saved {old!r}, now {now!r}" for key, old, now in found)
-        raise ConfigMismatchError(f"cannot resume {path} under another configuration: {shown}")
+        raise ConfigMismatchError(
+            f"cannot resume {path} under another configuration: {shown}; a run of its own takes another "
+            f"name, e.g. --set run.name={path.name}-2"
+        )
 
 
 def config_fingerprint(config: Mapping[str, Any], *, may_change: Iterable[str] = MAY_CHANGE) -> str:

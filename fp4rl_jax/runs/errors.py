@@ -78,6 +78,8 @@ _REASONS = {
     errno.EIO: "the disk reports an input/output error",
     errno.EFBIG: "the file is too large for the file system",
     errno.ENOTDIR: "a part of the path is a file, not a folder",
+    errno.EEXIST: "a file of that name is in the way",
+    errno.ENOENT: "a folder of the path is missing and cannot be made",
     errno.ENAMETOOLONG: "the name is too long for the file system",
 }
 
@@ -95,8 +97,8 @@ _STORE_REASONS = {
 
 def storage_reason(error: BaseException) -> str | None:
     """Why the disk refused, in plain words, or None if `error` is about something else."""
-    if isinstance(error, OSError) and error.errno in _REASONS:
-        return _REASONS[error.errno]
+    if isinstance(error, OSError) and error.errno is not None:
+        return _REASONS.get(error.errno, (error.strerror or str(error)).lower())
     text = str(error)
     return next((reason for words, reason in _STORE_REASONS.items() if words in text), None)
 

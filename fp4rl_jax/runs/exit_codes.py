@@ -14,8 +14,11 @@ RUN = 3
 CHECKPOINT = 4
 #: Disk full, quota, read-only folder, failing disk.
 STORAGE = 5
-#: Too many non-finite updates in a row; the message names the last good checkpoint.
+#: Too many non-finite updates in a row (the message names the last good checkpoint), or weights that
+#: cannot be published.
 NON_FINITE = 6
+#: A prompt or a reward of the task is unusable, or no group of its completions teaches anything.
+TASK = 7
 #: SIGTERM or SIGINT arrived, the state was saved: start the same command with `run.resume="must"`.
 SAVED_PLEASE_RESTART = 75
 
@@ -26,6 +29,7 @@ MEANINGS = {
     RUN: "the run folder cannot be used (exists, missing, busy, or another config)",
     CHECKPOINT: "no sound checkpoint, or one of another model",
     STORAGE: "the disk refused (full, quota, read-only, failing)",
-    NON_FINITE: "too many non-finite updates in a row",
+    NON_FINITE: "too many non-finite updates in a row, or weights that cannot be published",
+    TASK: "the task cannot go on: a prompt, a reward, or no group that teaches",
     SAVED_PLEASE_RESTART: "interrupted by a signal and saved: please restart",
 }

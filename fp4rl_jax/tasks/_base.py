@@ -4,7 +4,9 @@ import dataclasses
 import hashlib
 import importlib.util
 import math
+import traceback
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -80,9 +82,11 @@ class Task:
 
         Raises:
             RewardError: the scorer raised (chained), or returned None, or something that is not
-                a finite number; the message names the task, the prompt and the completion.
+                a finite number; the message names the task, the prompt and the completion, and where
+                in the scorer's own file it was raised.
         """
-        with _naming(self.name, item, completion):
+        where = f"task {self.name!r}, prompt {_short(item.prompt)}, completion {_short(completion)}"
+        with naming(where, kind=RewardError):
             return as_reward(self.scorer(item, completion))
 
     def rewards(self, items: Iterable[Item], completions: Iterable[str]) -> list[Reward]:
@@ -110,6 +114,12 @@ def require_count(**fields: int) -> None:
             raise ValueError(f"{name} is {value}, expected at least 1")
 
 
+def require_set(field: str, value: str, *, example: str) -> None:
+    """Raises a ValueError that says how to set `task.field` where `value` is empty."""
+    if not value:
+        raise ValueError(f"task.{field} is not set: in the [task] section of the TOML file write {example}")
+
+
 def require_positive(**fields: float) -> None:
     """Raises a ValueError naming the first field that is not a finite number above 0."""
     for name, value in fields.items():
@@ -134,11 +144,15 @@ def user_message(content: str) -> tuple[Mapping[str, str], ...]:
     return ({"role": "user", "content": content},)
 
 
-class _naming:
-    """Context that turns any error of a reward function into one that names the prompt."""
+class naming:
+    """Context that turns any error of a function that is not ours into one of `kind` that says where.
 
-    def __init__(self, task: str, item: Item, completion: str):
-        self._where = f"task {task!r}, prompt {_short(item.prompt)}, completion {_short(completion)}"
+    Raises:
+        kind: `where`, what was raised, and the file and line of the first call outside this project.
+    """
+
+    def __init__(self, where: str, *, kind: type[ValueError] = ValueError):
+        self._where, self._kind = where, kind
 
     def __enter__(self) -> Self:
         return self
@@ -147,7 +161,15 @@ class _naming:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):
-            raise RewardError(f"{self._where}: {type(error).__name__}: {error}") from error
+            text = f"{self._where}: {type(error).__name__}: {error}{_raised_at(trace)}"
+            raise self._kind(text) from error
+
+
+def _raised_at(trace: TracebackType | None) -> str:
+    """ " (file.py, line 3)" of the first frame outside this project and Python's import system, or ""."""
+    ours = (str(Path(__file__).parents[1]), str(Path(importlib.__file__).parent), "<frozen importlib")
+    frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(ours)]
+    return f" ({Path(frames[0].filename).name}, line {frames[0].lineno})" if frames else ""
 
 
 def as_reward(score: Any) -> Reward:

@@ -17,6 +17,7 @@ Prompts: rows with `prompt` (text) or `messages` (a list of {"role", "content"})
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,11 +30,16 @@ from fp4rl_jax.tasks._base import (
     Source,
     Task,
     as_reward,
+    naming,
+    require_set,
     require_share,
     unit_hash,
     user_message,
 )
 from fp4rl_jax.tasks._jsonl import Row, split_rows, text_field, text_key
+
+_REWARD = 'reward = "my_reward.py:reward", a function of an item and a completion'
+_TRAIN = 'train = "prompts.jsonl", or train = "my_reward.py:rows", a function that returns a list of rows'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,14 +81,16 @@ def build(config: Config) -> Task:
     """Builds the task.
 
     Raises:
-        ValueError: `reward` or `train` is not set or names nothing that can be called (with the
-            nearest name) or a module that Python does not find, a row has no prompt, or a side has
-            no row.
+        ValueError: `reward` or `train` is not set, or names nothing that can be called (with the
+            nearest name), that takes these arguments, or that Python finds and can import; a row has
+            no prompt, or a side has no row.
         FileNotFoundError: a path that does not exist.
     """
-    if not config.train:
-        raise ValueError("train is not set: it takes a .jsonl path or 'module:function'")
-    scorer = _SameParts(_resolve("reward", config.reward))
+    require_set("reward", config.reward, example=_REWARD)
+    require_set("train", config.train, example=_TRAIN)
+    reward = _resolve("reward", config.reward)
+    _require_arguments("reward", config.reward, reward, ("item", "completion"))
+    scorer = _SameParts(reward)
     train, held_out = _sources(config)
     return Task(name="callable", train=train, eval=held_out, scorer=scorer)
 
@@ -108,7 +116,10 @@ def _sources(config: Config) -> tuple[Source, Source]:
     if not any(from_code):
         return split_rows(config.train, config.eval, to_item=_to_item, eval_share=config.eval_share)
     if config.eval and not all(from_code):
-        raise ValueError(f"train is {config.train!r} and eval {config.eval!r}: both files or both functions")
+        raise ValueError(
+            f"task.train is {config.train!r} and task.eval {config.eval!r}: "
+            "expected both files or both functions"
+        )
     train = _called("train", config.train)
     held_out = _called("eval", config.eval) if config.eval else []
     if not config.eval:
@@ -122,17 +133,20 @@ def _sources(config: Config) -> tuple[Source, Source]:
 
 
 def _called(field: str, where: str) -> list[Item]:
-    rows = _resolve(field, where)()
+    function = _resolve(field, where)
+    _require_arguments(field, where, function, ())
+    with naming(f"task.{field} {where!r}"):
+        rows = function()
     if not isinstance(rows, Sequence) or isinstance(rows, str):
-        raise ValueError(f"{field} {where!r} returned {type(rows).__name__}, expected a list of rows")
+        raise ValueError(f"task.{field} {where!r} returned {type(rows).__name__}, expected a list of rows")
     items = []
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise ValueError(f"{field} {where!r}: row {index} is {type(row).__name__}, expected a dict")
+            raise ValueError(f"task.{field} {where!r}: row {index} is {type(row).__name__}, expected a dict")
         try:
             items.append(_to_item(dict(row)))
         except ValueError as error:
-            raise ValueError(f"{field} {where!r}: row {index}: {error}") from error
+            raise ValueError(f"task.{field} {where!r}: row {index}: {error}") from error
     return items
 
 
@@ -155,8 +169,8 @@ def _resolve(field: str, where: str) -> Callable[..., Any]:
     """The callable at `module:name` or `file.py:name`."""
     place, colon, name = where.rpartition(":")
     if not (place and colon and name):
-        raise ValueError(f"{field} is {where!r}, expected 'module:function' or 'file.py:function'")
-    module = _module_of_file(Path(place)) if place.endswith(".py") else _module_of_name(field, place)
+        raise ValueError(f"task.{field} is {where!r}, expected 'module:function' or 'file.py:function'")
+    module = _module_of_file(field, Path(place)) if place.endswith(".py") else _module_of_name(field, place)
     found = getattr(module, name, None)
     if not callable(found):
         known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
@@ -164,22 +178,42 @@ def _resolve(field: str, where: str) -> Callable[..., Any]:
     return found
 
 
-def _module_of_name(field: str, name: str) -> Any:
+def _require_arguments(
+    field: str, where: str, function: Callable[..., Any], arguments: tuple[str, ...]
+) -> None:
+    """Refuses a function that cannot be called with `arguments`; one that hides its signature passes."""
     try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module was found, and misses another
+        signature = inspect.signature(function)
+    except ValueError:  # some functions written in C have none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        expected = f"({', '.join(arguments)})"
         raise ValueError(
-            f"{field}: Python finds no module {error.name!r} (a file is written 'path/to/file.py:function')"
+            f"task.{field} {where!r} takes {signature}, expected a function of {expected}: {error}"
         ) from error
 
 
-def _module_of_file(path: Path) -> Any:
+def _module_of_name(field: str, name: str) -> Any:
+    with naming(f"task.{field}: importing {name}"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            missing = error.name
+            if missing is None or not f"{name}.".startswith(f"{missing}."):
+                raise  # the module was found, and misses another
+    raise ValueError(
+        f"task.{field}: Python finds no module {missing!r} (a file is written 'path/to/file.py:function')"
+    )
+
+
+def _module_of_file(field: str, path: Path) -> Any:
     if not path.is_file():
-        raise FileNotFoundError(f"no file {path} (looked for it from {Path.cwd()})")
+        raise FileNotFoundError(f"task.{field}: no file {path} (looked for it from {Path.cwd()})")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None  # a .py file always has both
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with naming(f"task.{field}: importing {path}"):
+        spec.loader.exec_module(module)
     return module

@@ -10,7 +10,7 @@ import re
 from decimal import Decimal
 from pathlib import Path
 
-from fp4rl_jax.tasks._base import Item, Reward, Task, require_share, user_message, weighted
+from fp4rl_jax.tasks._base import Item, Reward, Task, require_set, require_share, user_message, weighted
 from fp4rl_jax.tasks._extract import last_number
 from fp4rl_jax.tasks._jsonl import Row, split_rows, text_field, text_key
 
@@ -56,9 +56,8 @@ def build(config: Config) -> Task:
         ValueError: a path is not set, or a row is not of the public layout (named file:line).
         FileNotFoundError: a path that does not exist.
     """
-    for name, path in (("train_path", config.train_path), ("eval_path", config.eval_path)):
-        if not path:
-            raise ValueError(f"{name} is not set: it takes the path of a GSM8K .jsonl file")
+    require_set("train_path", config.train_path, example='train_path = "train.jsonl"')
+    require_set("eval_path", config.eval_path, example='eval_path = "test.jsonl"')
 
     def to_item(row: Row) -> Item:
         question = text_field(row, "question")

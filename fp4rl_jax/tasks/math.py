@@ -20,6 +20,7 @@ from fp4rl_jax.tasks._base import (
     Task,
     require_package,
     require_positive,
+    require_set,
     require_share,
     user_message,
     weighted,
@@ -79,8 +80,7 @@ def build(config: Config) -> Task:
         ModuleNotFoundError: math-verify is not installed.
     """
     require_package("math_verify", task="math")
-    if not config.train_path:
-        raise ValueError("train_path is not set: it takes the path of a .jsonl file of problems")
+    require_set("train_path", config.train_path, example='train_path = "problems.jsonl"')
 
     def to_item(row: Row) -> Item:
         problem = text_field(row, "problem", "question")

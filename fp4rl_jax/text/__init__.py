@@ -3,7 +3,7 @@
 from fp4rl_jax.text.chat import ChatTemplateError, Message
 from fp4rl_jax.text.gguf_vocab import from_gguf_metadata
 from fp4rl_jax.text.hf import load_tokenizer, save_tokenizer
-from fp4rl_jax.text.prompts import Prompt, encode_prompts, pad_left
+from fp4rl_jax.text.prompts import Prompt, PromptError, encode_prompts, pad_left
 from fp4rl_jax.text.stream import StreamDecoder
 from fp4rl_jax.text.tokenizer import Tokenizer, byte_tokenizer
 
@@ -11,6 +11,7 @@ __all__ = [
     "ChatTemplateError",
     "Message",
     "Prompt",
+    "PromptError",
     "StreamDecoder",
     "Tokenizer",
     "byte_tokenizer",

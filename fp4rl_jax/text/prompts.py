@@ -10,6 +10,10 @@ from fp4rl_jax.text.tokenizer import Tokenizer
 Prompt = str | Sequence[Message]
 
 
+class PromptError(ValueError):
+    """A prompt that cannot be encoded; the message names it."""
+
+
 def encode_prompts(
     tokenizer: Tokenizer, prompts: Sequence[Prompt], *, width: int, names: Sequence[str] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -27,7 +31,7 @@ def encode_prompts(
         token is in the last column.
 
     Raises:
-        ValueError: a prompt is empty or longer than `width`; the message names it.
+        PromptError: a prompt is empty or longer than `width`; the message names it.
     """
     rows = [
         tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt)
@@ -45,9 +49,9 @@ def pad_left(
     for index, row in enumerate(rows):
         name = repr(names[index]) if names is not None else str(index)
         if not row:
-            raise ValueError(f"prompt {name} is empty: it has no tokens")
+            raise PromptError(f"prompt {name} is empty: it has no tokens")
         if len(row) > width:
-            raise ValueError(
+            raise PromptError(
                 f"prompt {name} has {len(row)} tokens, but the prompt width is {width}: shorten it or "
                 "widen it (in a run: rollout.prompt_width)"
             )

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from fp4rl_jax import config
+from fp4rl_jax.cli import main
 from fp4rl_jax.cli.explain import explain
 
 CI = str(Path(__file__).parents[2] / "configs" / "ci" / "grpo.toml")
@@ -16,6 +17,16 @@ def test_the_loss_is_explained() -> None:
     told = explain(config.load([CI], ["triage.gate.scope=q3", "triage.repair.scope=adv_positive"]))
     assert "TRIAGE gate: scope q3, segments of 64 tokens, weighted mean over the whole update" in told
     assert "TRIAGE repair: scope adv_positive, segments of 128 tokens, coef 0.015" in told
+
+
+def test_the_table_comes_before_what_the_configuration_sets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--config", CI, "--set=recipe.name=naive_nvfp4"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        out.index("\nSites\n") < out.index("\nDifference\n") < out.index("\nConfiguration, where it is not")
+    )
+    assert '\n  recipe.name = "naive_nvfp4"\n' in out and "\n  loop.steps = 2\n" in out
+    assert "loop.max_rounds" not in out  # the default
 
 
 @pytest.mark.parametrize(

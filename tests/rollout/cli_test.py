@@ -89,13 +89,13 @@ def test_eval_prints_estimates_and_writes_answers(checkpoint, tmp_path, capsys):
     ],
 )
 def test_mistakes_are_one_clear_line(words, message, capsys):
-    assert main(words) == 1
+    assert main(words) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
 
 def test_top_p_out_of_range_is_named(checkpoint, capsys):
-    assert main(["sample", f"--model={checkpoint}", "--top_p=0"]) == 1
+    assert main(["sample", f"--model={checkpoint}", "--top_p=0"]) == 2
     assert "top_p must be in (0, 1], got 0" in capsys.readouterr().err
 
 
@@ -180,8 +180,8 @@ def test_what_contradicts_a_run_is_refused(command, run, tmp_path, capsys):
     assert error == (
         f"fp4rl {command}: --run brings its own model, recipe and dtype: drop --recipe, --dtype or --run\n"
     )
-    assert main([command, f"--run={tmp_path}"]) == 1
+    assert main([command, f"--run={tmp_path}"]) == 3
     assert f"--run {tmp_path}: no run there (it has no config.json)" in capsys.readouterr().err
     shutil.copy(run[0] / "config.json", tmp_path)
-    assert main([command, f"--run={tmp_path}"]) == 1
+    assert main([command, f"--run={tmp_path}"]) == 3
     assert f"--run {tmp_path}: the run has saved no checkpoint yet" in capsys.readouterr().err

@@ -103,7 +103,8 @@ def test_a_resume_lists_every_differing_key_and_allows_more_steps(tmp_path):
     with pytest.raises(runs.ConfigMismatchError) as caught:
         open_run(tmp_path, resume="auto", loop={"steps": 9}, trainer={"lr": 2e-3, "clip": 1.0})
     assert str(caught.value).endswith(
-        "under another configuration: trainer.clip: saved None, now 1.0; trainer.lr: saved 0.001, now 0.002"
+        "under another configuration: trainer.clip: saved None, now 1.0; trainer.lr: saved 0.001, now 0.002; "
+        "a run of its own takes another name, e.g. --set run.name=a-2"
     )
     open_run(tmp_path, resume="auto", loop={"steps": 9}, trainer={"lr": 1e-3}).close()
     assert json.loads((tmp_path / "a/config.json").read_text())["loop"]["steps"] == 9

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fp4rl_jax import runs
+from fp4rl_jax import cli, runs
 from fp4rl_jax.cli import report as command
 from fp4rl_jax.runs import report
 from fp4rl_jax.runs.report import data, evals, panels, plots, summary
@@ -169,7 +169,7 @@ def test_the_running_mean_and_the_floor_of_a_log_axis():
 
 def test_a_run_without_steps_is_said_so(tmp_path, capsys, undrawn):
     empty = make_run(tmp_path, "empty", steps=0)
-    assert command.main([str(empty)]) == 3
+    assert cli.main(["report", str(empty)]) == 3
     assert capsys.readouterr().err == (
         f"fp4rl report: nothing to report: no step is done yet (0 lines of metrics) in {empty}\n"
     )
@@ -182,13 +182,13 @@ def test_the_command_prints_table_and_path(tmp_path, capsys, undrawn):
     assert command.main([str(path), f"--output={tmp_path / 'out'}"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(" ") and out.endswith(f"\n{tmp_path}/out/report.html\n")
-    assert command.main([]) == 2 and command.main([str(tmp_path / "none")]) == 3
+    assert command.main([]) == 2 and cli.main(["report", str(tmp_path / "none")]) == 3
     assert "name at least one run's folder" in capsys.readouterr().err
 
 
 def test_a_missing_plotting_package_names_the_extra(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    assert command.main([str(make_run(tmp_path, "a"))]) == 3
+    assert cli.main(["report", str(make_run(tmp_path, "a"))]) == 3
     assert (
         "a report needs matplotlib: install the extra with pip install 'fp4rl_jax[run]'"
         in capsys.readouterr().err

@@ -93,7 +93,7 @@ def test_parts_must_be_the_same_every_time(here):
 @pytest.mark.parametrize(
     "fields, error, message",
     [
-        ({"reward": ""}, ValueError, "reward is ''"),
+        ({"reward": ""}, ValueError, "task.reward is not set: .*my_reward.py:reward"),
         ({"reward": "no_colon"}, ValueError, "expected 'module:function'"),
         ({"train": ""}, ValueError, "train is not set"),
         ({"reward": "{here}/my_reward.py:rewards"}, ValueError, "did you mean 'reward'"),
