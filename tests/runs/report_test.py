@@ -90,7 +90,21 @@ def test_a_picture_holds_the_values(tmp_path):
     assert axes.get_yscale() == "log" and axes.get_ylabel() == "global norm before clipping"
     axes = plots._figure_type()().add_subplot()
     plots._draw_panel(axes, loaded, by_name["logprob_gap"], legend=True)
-    assert axes.get_yscale() == "linear"  # nothing positive to take a logarithm of
+    low, high = axes.get_ylim()
+    assert axes.get_yscale() == "log" and low == panels.ROUNDING_GAP / 10 and high >= 1e4 * panels.ROUNDING_GAP
+
+
+def test_gaps_of_float_rounding_are_one_level_in_a_band_that_says_so(tmp_path):
+    """mismatch_kl 1, 1e-1 ... 1e-11 and then rounding noise: the noise is a flat line in the grey band."""
+    loaded = data.load([make_run(tmp_path, "a", steps=16)])
+    panel = next(panel for panel in panels.PANELS if panel.name == "mismatch")
+    axes = plots._figure_type()().add_subplot()
+    plots._draw_panel(axes, loaded, panel, legend=True)
+    drawn = np.asarray(axes.get_lines()[0].get_ydata())
+    assert drawn[:11].tolist() == [10.0**-step for step in range(11)]
+    assert panel.rounding is not None and set(drawn[11:]) == {plots.in_band(panel.rounding)}
+    assert panel.rounding / 10 < plots.in_band(panel.rounding) < panel.rounding
+    assert [text.get_text() for text in axes.texts] == ["below 5e-11: the sides agree to float32 rounding"]
 
 
 def test_several_runs_are_overlaid_and_their_differences_listed(tmp_path, monkeypatch):

@@ -20,6 +20,8 @@ class Panel:
         key: the metrics key; one with a "*" stands for the mean over all keys that match.
         scale: the y axis; "share" is linear in percent from 0.
         hint: one sentence on what good looks like.
+        rounding: for a log axis, the value below which a number says no more than that both sides agree to
+            float32 rounding; such values are drawn as one level in a band that says so.
     """
 
     name: str
@@ -28,6 +30,14 @@ class Panel:
     key: str
     scale: Literal["linear", "log", "share"]
     hint: str
+    rounding: float | None = None
+
+
+#: A log-prob is a logit less a logsumexp, of magnitude 16 to 32 at most, where float32 numbers are 2e-6
+#: apart; five of those are what some roundings leave. k3 of a gap g is g^2 / 2.
+ROUNDING_GAP = 1e-5
+ROUNDING_KL = ROUNDING_GAP**2 / 2
+_BAND = " In the grey band they agree to float32 rounding."
 
 
 def _underflow(what: str, title: str, values: str) -> Panel:
@@ -49,7 +59,8 @@ PANELS = (
         "k3 KL (nats/token)",
         "mismatch_kl",
         "log",
-        "How far the sampler's distribution is from the trainer's; lower is better.",
+        "How far the sampler's distribution is from the trainer's; lower is better." + _BAND,
+        ROUNDING_KL,
     ),
     Panel(
         "logprob_gap",
@@ -57,7 +68,8 @@ PANELS = (
         "max |gap| (nats)",
         "logprob_gap_max",
         "log",
-        "The worst token of the step.",
+        "The worst token of the step, sampler against trainer." + _BAND,
+        ROUNDING_GAP,
     ),
     Panel(
         "moved",

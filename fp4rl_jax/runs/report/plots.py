@@ -72,24 +72,56 @@ def log_floor(series: Sequence[np.ndarray]) -> float | None:
     return None if least is None else least / 10
 
 
+def in_band(rounding: float) -> float:
+    """Where every value below `rounding` is drawn: the middle of the decade under it."""
+    return rounding / 10**0.5
+
+
+def _floor(panel: Panel, series: Sequence[np.ndarray]) -> float | None:
+    """The least value of a panel's log axis; None for a linear one."""
+    if panel.scale != "log":
+        return None
+    return log_floor(series) if panel.rounding is None else panel.rounding / 10
+
+
+def _rounding_band(axes: Any, rounding: float) -> None:
+    """Shades the decade under `rounding`, says what it means, and shows at least four decades above it."""
+    axes.set_ylim(rounding / 10, max(axes.get_ylim()[1], rounding * 1e4))
+    axes.axhspan(rounding / 10, rounding, color=_GRID, zorder=0)
+    axes.annotate(
+        f"below {rounding:.0e}: the sides agree to float32 rounding",
+        xy=(0.99, rounding),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 3),
+        textcoords="offset points",
+        ha="right",
+        fontsize=7.5,
+        color=_SOFT,
+    )
+
+
 def _has_data(runs: Sequence[RunData], panel: Panel) -> bool:
     return any(np.isfinite(panel_series(run, panel)[1]).any() for run in runs)
 
 
 def _draw_panel(axes: Any, runs: Sequence[RunData], panel: Panel, *, legend: bool) -> None:
     found = [panel_series(run, panel) for run in runs]
-    floor = log_floor([values for _, values in found]) if panel.scale == "log" else None
+    floor = _floor(panel, [values for _, values in found])
     floored = False
     for index, (run, (steps, values)) in enumerate(zip(runs, found, strict=True)):
         if not np.isfinite(values).any():
             continue
-        if floor is not None:
+        if panel.rounding is not None:
+            values = np.where(values < panel.rounding, in_band(panel.rounding), values)
+        elif floor is not None:
             floored |= bool((values <= 0).any())
             values = np.where(values <= 0, floor, values)
         _draw_line(axes, steps, values, index=index, label=run.label)
     _dress(axes, panel.title, panel.unit)
     if floored:
         axes.set_title("exact zeros are drawn at the bottom", loc="right", fontsize=7.5, color=_SOFT)
+    if panel.rounding is not None:
+        _rounding_band(axes, panel.rounding)
     if floor is not None:
         _log_axis(axes)
     if panel.scale == "share":
