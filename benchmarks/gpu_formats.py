@@ -49,6 +49,7 @@ def inputs() -> np.ndarray:
 
 
 def given(fmt: Format) -> dict[str, jax.Array]:
+    """The outer scale that a format with outer="static" is to be given; nothing for the others."""
     return {"outer_scale": jnp.float32(2.0**-6)} if fmt.span == "static" else {}
 
 
@@ -99,11 +100,13 @@ def differing(ours: object, theirs: object) -> int:
 
 
 def chunks(modes: Sequence[Format]) -> Iterator[tuple[Format, ...]]:
+    """The modes, `CHUNK` at a time: what one compiled program runs."""
     for start in range(0, len(modes), CHUNK):
         yield tuple(modes[start : start + CHUNK])
 
 
 def over(modes: Sequence[Format], function: Callable) -> Callable:
+    """`function(fmt, *arguments)` of every mode, as one function of the arguments that gives a list."""
     return lambda *arguments: [function(fmt, *arguments) for fmt in modes]
 
 
@@ -246,6 +249,7 @@ def verdict(record: dict) -> str:
 
 
 def main() -> int:
+    """Runs all checks, writes the record after every chunk; exit code 1 if anything differs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("output", type=Path, help="the JSON record")
     parser.add_argument("--quick", action="store_true", help="one option at a time, not all combinations")

@@ -16,7 +16,7 @@ from fp4rl_jax.loop import Bound, Job
 from fp4rl_jax.loop.supervised import SupervisedParts, negative_log_likelihood, supervised_step
 from fp4rl_jax.objectives.triage import TriageConfig
 from fp4rl_jax.runs import RunDirectory
-from fp4rl_jax.trainer import TrainState, abstract_state, backbone, join_layers
+from fp4rl_jax.trainer import Learner, TrainState, abstract_state, backbone, join_layers
 
 
 def job(config: Config, directory: RunDirectory, *, target: str) -> tuple[Job, _job.Builder]:
@@ -31,14 +31,7 @@ def job(config: Config, directory: RunDirectory, *, target: str) -> tuple[Job, _
         raise FileExistsError(f"{target} exists; choose another --output")
     made = _job.builder(config)
     interchange.config_fields(made.model)
-    learner = dataclasses.replace(
-        made.learner,
-        loss=Bound(negative_log_likelihood, None),
-        weights=Bound(none.weights, none.Config()),
-        temperature=1.0,
-        triage=TriageConfig(),
-    )
-    made = dataclasses.replace(made, learner=learner)
+    made = dataclasses.replace(made, learner=supervised(made.learner))
     items = chat_items(config.sft.path) if config.sft.path else made.task.train
     require_answers(items[:1] if isinstance(items, list) else [items[0]])
     rows = config.loop.num_prompts * config.loop.group_size
@@ -57,6 +50,17 @@ def job(config: Config, directory: RunDirectory, *, target: str) -> tuple[Job, _
             step=supervised_step,
         ),
         made,
+    )
+
+
+def supervised(learner: Learner) -> Learner:
+    """The same learner with the likelihood of the answers as its loss, and no term of RL."""
+    return dataclasses.replace(
+        learner,
+        loss=Bound(negative_log_likelihood, None),
+        weights=Bound(none.weights, none.Config()),
+        temperature=1.0,
+        triage=TriageConfig(),
     )
 
 

@@ -99,7 +99,8 @@ def residual_row(recovered: Mapping[str, Recovered]) -> Row:
     """
     row: Row = {}
     for site, found in jax.device_get(dict(recovered)).items():
-        row |= _recovered_shares(jax.tree.map(np.sum, found), f"residual/{site}")
+        total = jax.tree.map(lambda leaf: np.sum(leaf, dtype=np.float64), found)
+        row |= _recovered_shares(total, f"residual/{site}")
         for number in range(found.signal.shape[0]):
             layer = jax.tree.map(lambda leaf, n=number: leaf[n], found)
             row |= _recovered_shares(layer, f"residual/{site}/layer_{number:02d}")
@@ -107,12 +108,12 @@ def residual_row(recovered: Mapping[str, Recovered]) -> Row:
 
 
 def _recovered_shares(found: Recovered, prefix: str) -> Row:
-    signal, nonzero = max(float(found.signal), 1e-30), max(int(found.nonzero), 1)
+    signal, nonzero = max(float(found.signal), 1e-30), max(float(found.nonzero), 1.0)
     return {
         f"{prefix}/energy_before": float(found.error_before) / signal,
         f"{prefix}/energy_after": float(found.error_after) / signal,
-        f"{prefix}/underflow_before": int(found.zero_before) / nonzero,
-        f"{prefix}/underflow_after": int(found.zero_after) / nonzero,
+        f"{prefix}/underflow_before": float(found.zero_before) / nonzero,
+        f"{prefix}/underflow_after": float(found.zero_after) / nonzero,
     }
 
 

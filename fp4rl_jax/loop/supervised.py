@@ -49,21 +49,25 @@ def negative_log_likelihood(
     return Loss(sum=sums.total, count=sums.count, metrics=jax.lax.stop_gradient({"loss": sums}))
 
 
-def supervised_step(state: TrainState, number: int, parts: SupervisedParts) -> tuple[TrainState, Step]:
-    """Makes update `number` from the next examples; `state` is donated."""
-    started = time.perf_counter()
-    examples = parts.draw()
-    rows = examples.tokens.shape[0]
-    batch = TrainBatch(
+def batch_of(examples: Examples, *, prompt_width: int) -> TrainBatch:
+    """Examples as the trainer takes them: advantage 1, no rollout; packed rows have no prompt columns."""
+    return TrainBatch(
         tokens=jnp.asarray(examples.tokens),
         token_mask=jnp.asarray(examples.token_mask),
         loss_mask=jnp.asarray(examples.loss_mask),
         rollout_logprobs=jnp.zeros(examples.tokens.shape, jnp.float32),
-        advantages=jnp.ones(rows, jnp.float32),
+        advantages=jnp.ones(examples.tokens.shape[0], jnp.float32),
         segments=None if examples.segments is None else jnp.asarray(examples.segments),
-        prompt_width=parts.prompt_width if examples.segments is None else 0,
+        prompt_width=prompt_width if examples.segments is None else 0,
         group_size=1,
     )
+
+
+def supervised_step(state: TrainState, number: int, parts: SupervisedParts) -> tuple[TrainState, Step]:
+    """Makes update `number` from the next examples; `state` is donated."""
+    started = time.perf_counter()
+    examples = parts.draw()
+    batch = batch_of(examples, prompt_width=parts.prompt_width)
     key = jax.random.fold_in(parts.key, number) if parts.learner.side.specs.is_stochastic else None
     state, outcome = _update(state, batch, parts.base, learner=parts.learner, key=key)
     outcome = jax.device_get(outcome)

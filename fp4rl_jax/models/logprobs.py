@@ -406,36 +406,43 @@ def score(
     )
     before = jnp.repeat(out.prompt_hidden, group_size, axis=0)[:, None]  # [B, 1, D]
     hidden = jnp.concatenate([before, out.hidden], axis=1).reshape(-1, config.d_model)
+    asked = None if candidates is None else candidates[:, prompt_width:].reshape(mask.size, -1)
+    values, spread, further = _scored(
+        fused, hidden, completions.reshape(-1), mask.reshape(-1), asked,
+        temperature=temperature, chunk=chunk, order=side.order, entropy=entropy,
+    )  # fmt: skip
+    found = Scores(logprobs=values, entropy=spread, stats=out.stats, watched=out.watched, candidates=further)
+    return _placed(found, completions.shape, before=prompt_width)
+
+
+def _scored(
+    fused: PyTree, hidden: Array, targets: Array, mask: Array, asked: Array | None, *,
+    temperature: float, chunk: int, order: Order, entropy: Entropy,
+) -> tuple[Array, Array | None, Array | None]:  # fmt: skip
+    """Log-probs and entropies of targets [M], and log-probs of the further tokens asked for, [M, k]."""
     values, spread = token_logprobs(
-        fused,
-        hidden,
-        completions.reshape(-1),
-        temperature=temperature,
-        mask=mask.reshape(-1),
-        chunk=chunk,
-        order=side.order,
-        entropy=entropy,
-    )
+        fused, hidden, targets,
+        temperature=temperature, mask=mask, chunk=chunk, order=order, entropy=entropy,
+    )  # fmt: skip
+    if asked is None:
+        return values, spread, None
+    further = candidate_logprobs(fused, hidden, targets, values, asked, temperature=temperature, chunk=chunk)
+    return values, spread, jnp.where(mask[:, None], further, 0.0)
 
-    further = None
-    if candidates is not None:
-        count = candidates.shape[-1]
-        asked = candidates[:, prompt_width:].reshape(-1, count)
-        further = candidate_logprobs(
-            fused, hidden, completions.reshape(-1), values, asked, temperature=temperature, chunk=chunk
-        )
-        further = jnp.where(mask.reshape(-1, 1), further, 0.0).reshape(*completions.shape, count)
-        further = jnp.pad(further, ((0, 0), (prompt_width, 0), (0, 0)))
 
-    def place(x: Array) -> Array:
-        return jnp.pad(x.reshape(completions.shape), ((0, 0), (prompt_width, 0)))
+def _placed(flat: Scores, shape: tuple[int, ...], *, before: int) -> Scores:
+    """Scores of [M] or [M, k] tokens in a batch's layout: [B, before + T], zeros in the first columns."""
 
-    return Scores(
-        logprobs=place(values),
-        entropy=None if spread is None else place(spread),
-        stats=out.stats,
-        watched=out.watched,
-        candidates=further,
+    def place(x: Array | None) -> Array | None:
+        if x is None:
+            return None
+        pad = ((0, 0), (before, 0), *((0, 0) for _ in x.shape[1:]))
+        return jnp.pad(x.reshape(*shape, *x.shape[1:]), pad)
+
+    logprobs = place(flat.logprobs)
+    assert logprobs is not None  # never left out
+    return dataclasses.replace(
+        flat, logprobs=logprobs, entropy=place(flat.entropy), candidates=place(flat.candidates)
     )
 
 
@@ -501,9 +508,5 @@ def score_packed(
         order=side.order,
         entropy="on",
     )
-    assert spread is not None  # asked for
-
-    def place(x: Array) -> Array:
-        return jnp.pad(x.reshape(before.shape), ((0, 0), (1, 0)))
-
-    return Scores(logprobs=place(values), entropy=place(spread), stats=out.stats, watched=out.watched)
+    found = Scores(logprobs=values, entropy=spread, stats=out.stats, watched=out.watched)
+    return _placed(found, before.shape, before=1)

@@ -7,6 +7,7 @@ from flax import struct
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.ops.operands import Calibrated
 from fp4rl_jax.ops.spec import MatmulSpec
+from fp4rl_jax.ops.stats import count_true
 from fp4rl_jax.quantizers.residual import ChannelStats, channel_stats, placed
 
 
@@ -17,8 +18,8 @@ class Recovered:
     Attributes:
         signal: float32, sum of x^2.
         error_before, error_after: float32, sum of (x - first operand)^2, and of (x - both)^2.
-        nonzero: int32, nonzero activations.
-        zero_before, zero_after: int32, those that the first operand, and both, represent as zero:
+        nonzero: float32 (see `ops.stats.count_true`), nonzero activations.
+        zero_before, zero_after: float32, those that the first operand, and both, represent as zero:
             the underflow that outliers cause in their blocks.
     """
 
@@ -79,7 +80,7 @@ def _recovered(x: Array, weight: object, spec: MatmulSpec, rows: Array) -> Recov
         signal=energy(wide),
         error_before=energy(wide - first),
         error_after=energy(wide - (first + second)),
-        nonzero=jnp.sum(nonzero, dtype=jnp.int32),
-        zero_before=jnp.sum(nonzero & (first == 0), dtype=jnp.int32),
-        zero_after=jnp.sum(nonzero & (first + second == 0), dtype=jnp.int32),
+        nonzero=count_true(nonzero),
+        zero_before=count_true(nonzero & (first == 0)),
+        zero_after=count_true(nonzero & (first + second == 0)),
     )

@@ -30,7 +30,7 @@ def quant_stats(x: Array, q: QTensor, *, mask: Array | None = None) -> dict[str,
         mask: [...] bool over the rows, True where a row counts; all by default.
 
     Returns:
-        Sums by name, each a float32 count over a float32 count (see `_number`):
+        Sums by name, each a float32 count over a float32 count (see `count_true`):
         `underflow`: nonzero inputs whose code is zero, of the nonzero inputs;
         `saturation`: inputs beyond the largest magnitude of their block, of all inputs;
         `zero_scale`: blocks whose scale is zero, of the blocks with a nonzero input.
@@ -132,11 +132,11 @@ def _blocks(x: Array, count: int, block: int) -> Array:
 
 def _share(hits: Array, among: Array) -> Sums:
     """How many of `among` are `hits`."""
-    return Sums(total=_number(hits), count=_number(among), carry=jnp.zeros([], jnp.float32))
+    return Sums(total=count_true(hits), count=count_true(among), carry=jnp.zeros([], jnp.float32))
 
 
-def _number(x: Array) -> Array:
-    """[] float32, how many are True.
+def count_true(x: Array) -> Array:
+    """[] float32, how many of x [..., K] are True.
 
     Exact up to 2^24 and rounded to 24 bits beyond. An int32 would end at 2^31, which one site of all
     layers of a model of 8 billion weights passes.

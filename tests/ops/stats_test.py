@@ -2,14 +2,19 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fp4rl_jax import ops, quantize
 from fp4rl_jax.formats import make
+from fp4rl_jax.loop.record import residual_row
+from fp4rl_jax.ops.inputs import input_stats
+from fp4rl_jax.ops.spec import MatmulSpec
 from fp4rl_jax.ops.stats import TOKEN_STRIDE
-from fp4rl_jax.quantizers import Quantizer
+from fp4rl_jax.quantizers import Quantizer, residual
+from fp4rl_jax.quantizers.residual import Residual
 
 
 def shares(x, q, **kwargs) -> dict[str, tuple[int, int]]:
@@ -94,6 +99,23 @@ def test_counts_pass_two_to_the_31() -> None:
     one = ops.quant_stats(x, quantize(x, "mxfp4"))["saturation"]
     layer = dataclasses.replace(one, count=one.count * 2.0**25)
     assert float(sum([layer] * 4, start=layer).count) == 5 * 2.0**29
+
+
+def test_what_a_residual_recovers_is_counted_past_two_to_the_31() -> None:
+    """By hand: 0.2 and -0.2 are lost beside 7 and come back, 5 values; then five layers of 2^29 of them."""
+    x = jnp.asarray([row(7.0, 0.2, 0.3, -0.2) + row(1.0), row(5.0) + row()], jnp.float32)
+    act = Quantizer(make("mxfp4"))
+    spec = MatmulSpec(act=act, residual=Residual(selection=residual.make("dense"), quantizer=act))
+    seen = input_stats(x, None, spec, mask=jnp.asarray([True, False])).recovered
+    assert seen is not None
+    assert [float(n) for n in (seen.nonzero, seen.zero_before, seen.zero_after)] == [5.0, 2.0, 0.0]
+    layers = jax.tree.map(lambda leaf: jnp.repeat(leaf, 5) * 2.0**29, seen)
+    found = residual_row({"mlp/down": layers})
+    assert found["residual/mlp/down/underflow_before"] == found["residual/mlp/down/layer_04/underflow_before"]
+    assert (found["residual/mlp/down/underflow_before"], found["residual/mlp/down/underflow_after"]) == (
+        0.4,
+        0.0,
+    )
 
 
 def test_a_stack_of_weights_counts_what_its_matrices_count() -> None:

@@ -91,7 +91,9 @@ def test_a_picture_holds_the_values(tmp_path):
     axes = plots._figure_type()().add_subplot()
     plots._draw_panel(axes, loaded, by_name["logprob_gap"], legend=True)
     low, high = axes.get_ylim()
-    assert axes.get_yscale() == "log" and low == panels.ROUNDING_GAP / 10 and high >= 1e4 * panels.ROUNDING_GAP
+    assert (
+        axes.get_yscale() == "log" and low == panels.ROUNDING_GAP / 10 and high >= 1e4 * panels.ROUNDING_GAP
+    )
 
 
 def test_gaps_of_float_rounding_are_one_level_in_a_band_that_says_so(tmp_path):

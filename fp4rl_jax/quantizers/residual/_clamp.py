@@ -9,11 +9,11 @@ from fp4rl_jax.arrays import Array
 from fp4rl_jax.formats._base import once
 from fp4rl_jax.quantizers.quantizer import Quantizer
 from fp4rl_jax.quantizers.residual._base import number_kept
-from fp4rl_jax.quantizers.residual._pass import Scaled
+from fp4rl_jax.quantizers.residual._pass import Correction, Quantized, Scaled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OutlierClamp:
+class OutlierClamp(Correction):
     """x = clamp(x) + rest: the first is quantized, the second, sparse, stays in high precision.
 
     Attributes:
@@ -33,30 +33,18 @@ class OutlierClamp:
         return True
 
     @property
-    def needs_columns(self) -> bool:
-        return False
-
-    @property
     def label(self) -> str:
         return f"clamp {self.outliers:g}"
 
     def kept_share(self, length: int) -> float:
         return number_kept(self.outliers, length) / length
 
-    def split(
-        self,
-        x: Array,
-        act: Quantizer,
-        *,
-        dtype: DTypeLike,
-        columns: Array | None = None,
-        key: Array | None = None,
-        hint: object = None,
+    def _split(
+        self, x: Array, act: Quantizer, quantized: Quantized, *, dtype: DTypeLike, columns: Array | None
     ) -> tuple[Scaled, Scaled]:
         del columns
         wide = x.astype(jnp.float32)
         above = number_kept(self.outliers, x.shape[-1])
         limit = -jnp.sort(-jnp.abs(wide), axis=-1)[..., above : above + 1]  # [M, 1]
         clamped = jnp.clip(wide, -limit, limit)
-        first = act.inner(clamped, dtype=dtype, key=key, hint=hint)  # pyright: ignore[reportArgumentType]
-        return first, (act.seen(once(wide - clamped)).astype(dtype), None)
+        return quantized(clamped), (act.seen(once(wide - clamped)).astype(dtype), None)

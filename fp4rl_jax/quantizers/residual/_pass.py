@@ -1,7 +1,8 @@
 """The second pass: from a quantized activation to the values and scales of what it adds."""
 
 import dataclasses
-from typing import Literal, Protocol, get_args
+from collections.abc import Callable
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -11,32 +12,35 @@ from fp4rl_jax.formats._base import once
 from fp4rl_jax.quantizers.quantizer import Quantizer
 from fp4rl_jax.quantizers.residual._base import Order, Selection
 from fp4rl_jax.quantizers.residual._columns import Columns, placed_mask
+from fp4rl_jax.quantizers.rounding import Hint
 
 #: Values without their outer scale, and the outer scale (None where there is none).
 Scaled = tuple[Array, Array | None]
+#: An activation's quantizer, its key and hint bound.
+Quantized = Callable[[Array], Scaled]
 
 
-class Correction(Protocol):
+class Correction:
     """What `MatmulSpec.residual` may hold: two operands from one activation, frozen and hashable."""
 
     @property
     def batch_invariant(self) -> bool:
         """Whether a token's operands depend on that token (and static data) only."""
-        ...
+        raise NotImplementedError
 
     @property
     def needs_columns(self) -> bool:
         """Whether `split` needs columns that publish chose."""
-        ...
+        return False
 
     @property
     def label(self) -> str:
         """What it is, in a table's cell."""
-        ...
+        raise NotImplementedError
 
     def kept_share(self, length: int) -> float:
         """Share of the second operand's elements of a row of `length` that are not dropped."""
-        ...
+        raise NotImplementedError
 
     def split(
         self,
@@ -46,7 +50,7 @@ class Correction(Protocol):
         dtype: DTypeLike,
         columns: Array | None = None,
         key: Array | None = None,
-        hint: object = None,
+        hint: Hint | None = None,
     ) -> tuple[Scaled, Scaled]:
         """The two operands whose products with the weight are added.
 
@@ -60,11 +64,21 @@ class Correction(Protocol):
         Returns:
             First operand [M, K], and second operand [M, K], or [M, k] where columns were given.
         """
-        ...
+
+        def quantized(a: Array) -> Scaled:
+            return act.inner(a, dtype=dtype, key=key, hint=hint)
+
+        return self._split(x, act, quantized, dtype=dtype, columns=columns)
+
+    def _split(
+        self, x: Array, act: Quantizer, quantized: Quantized, *, dtype: DTypeLike, columns: Array | None
+    ) -> tuple[Scaled, Scaled]:
+        """`split`, with `act` as a function that has its key and hint."""
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Residual:
+class Residual(Correction):
     """The quantized residual x - DQ(Q(x)), part of it: QUADS and Rollout-ResQ.
 
     Attributes:
@@ -120,17 +134,10 @@ class Residual:
     def kept_share(self, length: int) -> float:
         return self.selection.kept_share(length, self.block)
 
-    def split(
-        self,
-        x: Array,
-        act: Quantizer,
-        *,
-        dtype: DTypeLike,
-        columns: Array | None = None,
-        key: Array | None = None,
-        hint: object = None,
+    def _split(
+        self, x: Array, act: Quantizer, quantized: Quantized, *, dtype: DTypeLike, columns: Array | None
     ) -> tuple[Scaled, Scaled]:
-        values, outer = act.inner(x, dtype=dtype, key=key, hint=hint)  # pyright: ignore[reportArgumentType]
+        values, outer = quantized(x)
         wide = act.seen(x).astype(jnp.float32)
         first = values.astype(jnp.float32)
         if outer is not None:
@@ -192,4 +199,4 @@ def placed(values: Array, columns: Array, shape: tuple[int, ...]) -> Array:
     return jnp.zeros(shape, values.dtype).at[rows, columns].set(values)
 
 
-__all__ = ["Correction", "Residual", "Scaled", "placed", "placed_mask"]
+__all__ = ["Correction", "Quantized", "Residual", "Scaled", "placed", "placed_mask"]

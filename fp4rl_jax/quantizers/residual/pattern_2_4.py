@@ -1,28 +1,22 @@
 """2:4 along the contraction axis (S_2:4 of Rollout-ResQ, arXiv 2607.26515)."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 
 from fp4rl_jax.arrays import Array
-from fp4rl_jax.quantizers.residual._base import Selection, largest_two_of_four
+from fp4rl_jax.quantizers.residual._base import largest_two_of_four
+from fp4rl_jax.quantizers.residual._halves import Halves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pattern24(Selection):
+class Pattern24(Halves):
     """Keeps the two largest magnitudes of every four consecutive elements; ties: the lower index."""
 
-    @property
-    def batch_invariant(self) -> bool:
-        return True
+    run: ClassVar[int] = 4
 
-    def kept_share(self, length: int, block: int) -> float:
-        del block
-        whole, rest = divmod(length, 4)
-        return (2 * whole + min(rest, 2)) / length
-
-    def mask(self, residual: Array, x: Array, *, block: int) -> Array:
-        del x, block
+    def kept(self, residual: Array) -> Array:
         return largest_two_of_four(jnp.abs(residual))
 
 
