@@ -30,9 +30,14 @@ class HiF4(Format):
     Attributes:
         outer: "none" (the format as published; values below about 1e-12 underflow), or a
             power-of-two outer scale a "tensor", a "row", or given ("static"), for gradients.
+        scale_rounding: "nearest" is the published conversion, under which block maxima between 7 and
+            7.9 times their scale, and groups just below a factor's threshold, are clipped. "up" takes the
+            smallest level-1 scale and the smallest factors under which no element is, which stochastic
+            rounding needs to be unbiased; the bytes mean the same.
     """
 
     outer: str = choices("none", "none", "tensor", "row", "static")
+    scale_rounding: str = choices("nearest", "nearest", "up")
     grid: ClassVar[Grid] = Grid(values=(0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75), ties="away")
     scale_width: ClassVar[int] = 4
     scale_kind: ClassVar[str] = "E6M2, 8 and 16 one-bit factors"
@@ -60,11 +65,16 @@ class HiF4(Format):
         blocks, _ = self._to_blocks(x)
         peak = _bits.block_amax(blocks.reshape(*blocks.shape[:-1], 16, 4))  # [..., blocks, 16]
         by_four = once(self.over_outer(_bits.log_form(peak), _last(outer_scale)))
-        level_1 = self._level_1(self.over_outer(_bits.log_form(amax), outer_scale))
-        level_1 = once(jnp.where(amax == 0, 0, level_1))
         by_eight = jnp.maximum(by_four[..., 0::2], by_four[..., 1::2])
-        two = _at_least(by_eight, level_1[..., None], 2)  # peak * rec >= 4
-        three = _at_least(by_four, level_1[..., None], 1 + jnp.repeat(two, 2, axis=-1))
+        log = self.over_outer(_bits.log_form(amax), outer_scale)
+        if self.scale_rounding == "up":
+            level_1 = once(jnp.where(amax == 0, 0, _level_1_up(log)))
+            two = _beyond(by_eight, level_1[..., None], -1)  # peak > 3.5 E
+            three = _beyond(by_four, level_1[..., None], jnp.repeat(two, 2, axis=-1) - 2)
+        else:
+            level_1 = once(jnp.where(amax == 0, 0, self._level_1(log)))
+            two = _at_least(by_eight, level_1[..., None], 2)  # peak * rec >= 4
+            three = _at_least(by_four, level_1[..., None], 1 + jnp.repeat(two, 2, axis=-1))
         poisoned = amax >= _bits.RAW_INFINITY
         if outer_scale is not None:
             poisoned = poisoned | ~jnp.isfinite(outer_scale)
@@ -174,6 +184,24 @@ def _at_least(log: Array, byte: Array, threshold_exponent: Array | int) -> Array
     product = _bits.significand(log).astype(jnp.uint32) * factor.astype(jnp.uint32)  # >= 2^30
     top = 30 + (product >= jnp.uint32(1 << 31)).astype(jnp.int32)
     return (_bits.exponent(log) - 23 - exponent + top >= threshold_exponent).astype(jnp.int32)
+
+
+def _level_1_up(log: Array) -> Array:
+    """int32 byte of the smallest E6M2 value with V <= 7 E, for a block maximum V = m * 2^e.
+
+    7 E is 2^e times 1.09375, 1.3125, 1.53125, 1.75 and 2.1875 for the bytes from 1.25 * 2^(e - 3) on.
+    """
+    fraction = log & ((1 << _bits.MANTISSA) - 1)
+    byte = ((_bits.exponent(log) + 45) << 2) + 1
+    for limit in (3, 10, 17, 24):  # m - 1, in 32nds
+        byte = byte + (fraction > limit << (_bits.MANTISSA - 5)).astype(jnp.int32)
+    return jnp.clip(byte, 0, 0xFE)
+
+
+def _beyond(log: Array, byte: Array, exponent: Array | int) -> Array:
+    """int32 1 where value > 7 * E6M2 * 2^exponent, of at most six significant bits: exactly."""
+    limit = _bits.raw(_e6m2(byte) * 7) + (jnp.asarray(exponent, jnp.int32) << _bits.MANTISSA)
+    return (log > limit).astype(jnp.int32)
 
 
 def _round_even(whole: Array, shift: Array) -> Array:

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import fp4rl_jax
 from fp4rl_jax import formats
 from fp4rl_jax.formats import _bits, _e4m3
 from tests.formats import oracle
@@ -44,6 +45,36 @@ def test_every_bfloat16_rounds_to_e2m1_as_ml_dtypes_has_it():
     scales = jnp.full(len(x) // 32, 127, jnp.uint8)  # 2^0
     theirs = x.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
     np.testing.assert_array_equal(np.asarray(encode(fmt)(jnp.asarray(x), scales)), theirs)
+
+
+def test_hif4_scales_rounded_up_are_the_smallest_under_which_nothing_is_clipped():
+    """At and beside 7 times every E6M2 value; then the factors of random blocks, against float64."""
+    fmt = formats.make("hif4", scale_rounding="up")
+    level = np.array([2.0 ** (e - 48) * (1 + m / 4) for e in range(64) for m in range(4)][:255])
+    edge = (7 * level).astype(np.float32)  # exact
+    peaks = np.stack([np.nextafter(edge, 0), edge, np.nextafter(edge, np.inf)], -1)[:-1].reshape(-1)
+    rng = np.random.default_rng(0)
+    rest = rng.choice([1.0, 2.0**-1, 2.0**-2, 2.0**-5], (len(peaks), 64)) * rng.choice(
+        [-1, 1], (len(peaks), 64)
+    )
+    x = (peaks[:, None] * rest * rng.uniform(0.4, 1.0, rest.shape)).astype(np.float32)
+    x[:, 9] = peaks
+    q = fp4rl_jax.quantize(jnp.asarray(x), fmt)
+    scale = np.asarray(q.scale_bytes()).reshape(-1, 4).astype(int)
+    np.testing.assert_array_equal(scale[:, 0], np.searchsorted(7 * level, peaks.astype(np.float64)))
+    e, v4 = level[scale[:, :1]], np.abs(x.astype(np.float64)).reshape(-1, 16, 4).max(-1)
+    two = np.repeat(v4.reshape(-1, 8, 2).max(-1) > 3.5 * e, 2, axis=-1)
+    three = v4 > np.where(two, 3.5, 1.75) * e
+    np.testing.assert_array_equal(scale[:, 1], (two[:, ::2] << np.arange(8)).sum(-1))
+    np.testing.assert_array_equal(scale[:, 2] + 256 * scale[:, 3], (three << np.arange(16)).sum(-1))
+    assert two.mean() < 1 and 0 < three.mean() < 1
+    assert np.all(np.asarray(fmt.within(jnp.asarray(x), q.scales, None)))
+    assert not np.all(np.asarray(formats.make("hif4").within(jnp.asarray(x), *published(x))))
+
+
+def published(x: np.ndarray) -> tuple[jax.Array, None]:
+    """The scales of the conversion as published, and no outer scale."""
+    return fp4rl_jax.quantize(jnp.asarray(x), "hif4").scales, None
 
 
 @pytest.mark.parametrize("divisor", [4, 6])

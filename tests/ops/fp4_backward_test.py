@@ -13,7 +13,8 @@ import pytest
 
 from fp4rl_jax import formats, ops
 from fp4rl_jax.ops.grouped import aligned_groups
-from fp4rl_jax.quantizers import Quantizer, Stochastic, hadamard
+from fp4rl_jax.quantizers import Quantizer, hadamard
+from fp4rl_jax.recipes._parts import gradient_of
 
 M, N, K = 24, 64, 96
 SIGNS = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
@@ -146,12 +147,11 @@ def test_experts_do_not_share_a_run(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("fmt", ["hif4", "mxfp4", "nvfp4"])
 def test_random_rounding_is_unbiased_through_the_layer(fmt: str, rng: np.random.Generator, key: jax.Array):
     """The mean gradient tends to the one with exact dy: within 5.5 sigma at each of 2 x 1024 values."""
-    options = {"nvfp4": {"outer": "row", "scale_rounding": "up"}, "mxfp4": {"scale_rule": "rceil"}}[fmt]
     weight, act = FORMATS[fmt]
-    grad = Quantizer(formats.make(fmt, **options), Stochastic())
+    grad = gradient_of(fmt, rounding="stochastic", outer="none")
     x, w, dy = (jnp.asarray(rng.normal(size=(32, 32)), jnp.float32) for _ in range(3))
     spec = ops.MatmulSpec(weight=weight, act=act, grad=grad, backward="requantized", rotation="hadamard16")
 

@@ -3,7 +3,6 @@
 import statistics
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -38,7 +37,12 @@ def largest_z(fmt: str, bits: int, **options) -> float:
 
 @pytest.mark.parametrize("bits", [16, 22])
 @pytest.mark.parametrize(
-    "fmt, options", [("nvfp4", {"scale_rounding": "up"}), ("mxfp4", {"scale_rule": "ceil"})]
+    "fmt, options",
+    [
+        ("nvfp4", {"scale_rounding": "up"}),
+        ("mxfp4", {"scale_rule": "ceil"}),
+        ("hif4", {"scale_rounding": "up"}),
+    ],
 )
 def test_it_is_unbiased_where_nothing_is_clipped(fmt, options, bits):
     assert largest_z(fmt, bits, **options) < BOUND
@@ -49,20 +53,21 @@ def test_fp8_is_unbiased():
 
 
 def share_clipped(fmt: str, **options) -> float:
-    """Share of N(0, 1) blocks whose maximum exceeds what their scale can hold."""
+    """Share of N(0, 1) blocks that hold a value beyond what their scales can hold."""
     x = jax.random.normal(jax.random.key(3), (512, 2048))
     q = fp4rl_jax.quantize(x, fmt, **options)
-    top = jnp.abs(x.reshape(512, -1, q.fmt.block)).max(axis=-1)
-    outer = 1 if q.outer_scale is None else q.outer_scale
-    return float((top > 6 * q.fmt.block_scale(q.scales) * outer).mean())
+    within = q.fmt.within(x, q.scales, q.outer_scale)
+    return float((~within.reshape(512, -1, q.fmt.block)).any(axis=-1).mean())
 
 
 def test_a_scale_rounded_to_nearest_clips_and_one_rounded_up_does_not():
-    """Half of the NVFP4 blocks and 30 % of the MXFP4 blocks, so rounding there is biased inwards."""
+    """Half of the NVFP4, 30 % of the MXFP4 and 96 % of the HiF4 blocks: rounding there is biased inwards."""
     assert 0.45 < share_clipped("nvfp4") < 0.55
     assert share_clipped("nvfp4", scale_rounding="up") == 0
     assert f"{share_clipped('mxfp4'):.2f}" == "0.30"
     assert share_clipped("mxfp4", scale_rule="ceil") == 0
+    assert f"{share_clipped('hif4'):.2f}" == "0.96"
+    assert share_clipped("hif4", scale_rounding="up") == 0
 
 
 def test_eight_bits_are_refused():
