@@ -44,6 +44,8 @@ class Format:
         scale_kind: what the scale data of a block holds, in words.
         scale_nan: the byte that marks a poisoned block in the first of them; None where the
             outer scale does.
+        power_of_two_scale: whether a block has one scale and that is a power of two, so that the error
+            of its rounding can be told from the grid's (`quantizers.error_split`).
         native: name of the jax dtype whose values the elements are and that some hardware
             multiplies, where no block scale comes between; None otherwise.
     """
@@ -53,6 +55,7 @@ class Format:
     scale_width: ClassVar[int] = 1
     scale_kind: ClassVar[str] = "one byte"
     scale_nan: ClassVar[int | None] = 0xFF
+    power_of_two_scale: ClassVar[bool] = False
     native: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:

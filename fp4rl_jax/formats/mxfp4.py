@@ -29,6 +29,7 @@ class MXFP4(Format):
     scale_rule: str = choices("floor", "floor", "even", "rceil", "ceil", "uos")
     grid: ClassVar[Grid] = E2M1
     scale_kind: ClassVar[str] = "E8M0"
+    power_of_two_scale: ClassVar[bool] = True
 
     @property
     def block(self) -> int:

@@ -162,7 +162,8 @@ def site_stats(
             found["guided"] = ops.guided_stats(x, act, hint, mask=mask, stats=stats)
     if stats == "on" and spec.weight is not None and isinstance(weight, jax.Array):
         weight = jax.lax.stop_gradient(weight)
-        found["weight"] = ops.quant_stats(weight, ops.quantize_weight(weight, spec.weight, key=_fold(key, 1)))
+        q = ops.quantize_weight(weight, spec.weight, key=_fold(key, 1))
+        found["weight"] = ops.quant_stats(weight, q) | ops.error_shares(weight, q)
     return found
 
 

@@ -18,7 +18,7 @@ from fp4rl_jax.ops.report import SiteReport, report
 from fp4rl_jax.ops.rounding import pointwise
 from fp4rl_jax.ops.segments import Segment
 from fp4rl_jax.ops.spec import HIGH_PRECISION, Capture, MatmulSpec, Side, SideSpec, SiteSpecs
-from fp4rl_jax.ops.stats import Stats, act_stats, guided_stats, quant_stats
+from fp4rl_jax.ops.stats import Stats, act_stats, error_shares, guided_stats, quant_stats
 
 __all__ = [
     "HIGH_PRECISION",
@@ -35,6 +35,7 @@ __all__ = [
     "act_stats",
     "attention",
     "calibrated_weight",
+    "error_shares",
     "grouped_matmul",
     "guided_stats",
     "matmul",

@@ -10,6 +10,7 @@ from fp4rl_jax.arrays import Array
 from fp4rl_jax.objectives.means import Sums
 from fp4rl_jax.qtensor import QTensor
 from fp4rl_jax.quantizers import Hint, Quantizer
+from fp4rl_jax.quantizers.error_split import error_split
 from fp4rl_jax.quantizers.guidance import agreement
 
 #: What a forward counts: nothing; the activations of one token in `TOKEN_STRIDE`; everything that it
@@ -72,17 +73,37 @@ def act_stats(
         x: [..., K] activations.
         quantizer: of the activations.
         mask: [...] bool, True on real tokens.
-        stats: "on" counts every real token, "sampled" one token in `TOKEN_STRIDE`. The codes of a token
-            depend on itself alone, so those that are counted are the ones the matmul used, stochastic
-            rounding apart, which draws anew for a sample.
+        stats: "on" counts every real token and splits the error (`error_shares`), "sampled" counts one
+            token in `TOKEN_STRIDE`. The codes of a token depend on itself alone, so those that are counted
+            are the ones the matmul used, stochastic rounding apart, which draws anew for a sample.
         key: of a stochastic quantizer.
         hint: of a guided one, in the layout of x.
 
     Returns:
-        As `quant_stats`.
+        As `quant_stats`, and as `error_shares` with "on".
     """
     x, mask, hint = _counted(x, quantizer, mask, hint, stats=stats)
-    return quant_stats(quantizer.seen(x), quantizer.quantize(x, axis=-1, key=key, hint=hint), mask=mask)
+    seen, q = quantizer.seen(x), quantizer.quantize(x, axis=-1, key=key, hint=hint)
+    found = quant_stats(seen, q, mask=mask)
+    return found | error_shares(seen, q, mask=mask) if stats == "on" else found
+
+
+def error_shares(x: Array, q: QTensor, *, mask: Array | None = None) -> dict[str, Sums]:
+    """Where the error of a format with power-of-two block scales comes from; nothing for other formats.
+
+    Args:
+        x, q, mask: as in `quant_stats`.
+
+    Returns:
+        Sums by name, each of squares over the sum of x^2: `scale_bias`, `dead_zone`, `grid_noise`, which
+        add up to the relative squared error; see `quantizers.error_split`.
+    """
+    if not q.fmt.power_of_two_scale:
+        return {}
+    split = error_split(x, q, mask=mask)
+    parts = {"scale_bias": split.scale_bias, "dead_zone": split.dead_zone, "grid_noise": split.grid}
+    zero = jnp.zeros([], jnp.float32)
+    return {name: Sums(total=part, count=split.signal, carry=zero) for name, part in parts.items()}
 
 
 def guided_stats(x: Array, quantizer: Quantizer, hint: Hint, *, mask: Array, stats: Stats) -> dict[str, Sums]:

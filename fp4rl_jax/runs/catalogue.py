@@ -108,6 +108,11 @@ CATALOGUE = (
         "quant/*/guided", "0..1", "Share of values that guidance rounds to another than the nearest code."
     ),
     Metric("quant/*/outside", "0..1", "Full guidance: share of values whose rollout code was out of reach."),
+    Metric("quant/*/scale_bias", "factor", "MXFP4: squared error that the power of two adds, over energy."),
+    Metric("quant/*/dead_zone", "0..1", "MXFP4: energy of non-zero values whose code is zero, over energy."),
+    Metric(
+        "quant/*/grid_noise", "0..1", "MXFP4: squared error of the grid under the ideal scale, over energy."
+    ),
     Metric("residual/*/energy_before", "0..1", "Energy of the activations' quantization error over theirs."),
     Metric("residual/*/energy_after", "0..1", "The same after the residual term; a site, and each layer."),
     Metric("residual/*/underflow_before", "0..1", "Share of non-zero activations that become zero."),

@@ -9,12 +9,14 @@ import pytest
 
 from fp4rl_jax import ops, quantize
 from fp4rl_jax.formats import make
-from fp4rl_jax.loop.record import residual_row
+from fp4rl_jax.loop.record import quant_row, residual_row
+from fp4rl_jax.models.blocks import site_stats
 from fp4rl_jax.ops.inputs import input_stats
 from fp4rl_jax.ops.spec import MatmulSpec
 from fp4rl_jax.ops.stats import TOKEN_STRIDE
 from fp4rl_jax.quantizers import Quantizer, residual
 from fp4rl_jax.quantizers.residual import Residual
+from fp4rl_jax.runs import catalogue
 
 
 def shares(x, q, **kwargs) -> dict[str, tuple[int, int]]:
@@ -68,6 +70,29 @@ def test_another_arrays_qtensor_is_refused() -> None:
     x = jnp.ones((2, 16))
     with pytest.raises(ValueError, match=r"shape \(2, 16\) and axis -2 does not describe"):
         ops.quant_stats(x, quantize(x, "nvfp4", axis=0))
+
+
+def test_the_error_of_mxfp4_is_split_where_everything_is_counted() -> None:
+    """The three parts add up to the relative error of the rows that count; documented keys a site."""
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(6, 64)), jnp.float32)
+    mask = jnp.arange(6) < 4
+    act = Quantizer(make("mxfp4"))
+    found = ops.act_stats(x, act, mask=mask, stats="on")
+    weight = site_stats(x, x, MatmulSpec(weight=act), mask=mask, stats="on", key=None)["weight"]
+    rows = quant_row("rollout", {"mlp/down": {"act": found, "weight": weight}})
+    assert catalogue.undocumented(rows) == []
+    parts = [rows[f"quant/rollout/mlp/down/{name}"] for name in ("scale_bias", "dead_zone", "grid_noise")]
+    error = np.asarray(act.quantize(x).dequantize() - x, np.float64)[:4]
+    np.testing.assert_allclose(
+        sum(parts), (error**2).sum() / (np.asarray(x[:4], np.float64) ** 2).sum(), 1e-5
+    )
+    assert (
+        0
+        < rows["quant/rollout_weights/mlp/down/dead_zone"]
+        < rows["quant/rollout_weights/mlp/down/grid_noise"]
+    )
+    for other, stats in ((act, "sampled"), (Quantizer(make("nvfp4", outer="row")), "on")):
+        assert "scale_bias" not in ops.act_stats(x, other, mask=mask, stats=stats)
 
 
 def test_a_sample_counts_every_thirteenth_token_as_it_was_quantized() -> None:
