@@ -157,9 +157,12 @@ class Builder:
             config=self.model,
             side=self.sides.rollout,
         )
-        return seen, residual_row(recovered) | residual_cost(
-            self.sides.rollout, models.site_shapes(self.model)
+        cost = residual_cost(
+            self.sides.rollout,
+            models.site_shapes(self.model),
+            num_active=max(self.model.num_active, 1),
         )
+        return seen, residual_row(recovered) | cost
 
     def publish(self, state: TrainState) -> Published:
         """Publishes the state's parameters and holds both sides' weight codes against each other."""

@@ -18,8 +18,12 @@ class Config(SiteConfig):
 
     Attributes:
         format: of every operand.
-        selection: S: "pattern_2_4", "pairs_4_8", "channels" (half, by L2 over the tokens of a call),
-            "tiles_32x64" (half) or "dense".
+        selection: S: "pattern_2_4", "pairs_4_8", "channels" (half, by L2), "tiles_32x64" (half) or "dense".
+        scope: for "channels" only: they are chosen over the tokens of each "call" (the paper's, and where
+            nothing is said), or, so that a token's result does not depend on its batch, at publish from
+            running statistics ("static") or within each "token".
+        tile_rows: for "tiles_32x64" only: tokens a tile, 32 where nothing is said; with 1 the few rows of a
+            decoding step are not padded.
         backward: operands of the gradient matmuls; see `fp4rl_jax.ops.matmul`. Gradients are
             quantized with "requantized" and "reused".
         rounding: of the quantized gradients, "nearest" or "stochastic".
@@ -30,10 +34,20 @@ class Config(SiteConfig):
 
     format: Literal["hif4", "mxfp4", "nvfp4"] = "hif4"
     selection: Literal["pattern_2_4", "pairs_4_8", "channels", "tiles_32x64", "dense"] = "pattern_2_4"
+    scope: Literal["call", "static", "token"] | None = None
+    tile_rows: int | None = None
     backward: Backward = "requantized"
     rounding: Literal["nearest", "stochastic"] = "nearest"
     rotation: Literal["none", "hadamard16"] = "none"
     grad_outer: Literal["none", "tensor", "row"] = "none"
+
+    def __post_init__(self) -> None:
+        for field, owner in (("scope", "channels"), ("tile_rows", "tiles_32x64")):
+            value = getattr(self, field)
+            if value is not None and self.selection != owner:
+                raise ValueError(
+                    f"{field} = {value!r} is for selection = {owner!r}, got selection = {self.selection!r}"
+                )
 
 
 def trainer(config: Config) -> SideSpec:
@@ -53,8 +67,11 @@ def trainer(config: Config) -> SideSpec:
 
 def rollout(config: Config) -> SideSpec:
     """W4A4 with the sparse residual."""
-    options = {"scope": "call"} if config.selection == "channels" else {}
-    selection = residual.make(config.selection, **options)
+    options = {
+        "channels": {"scope": config.scope or "call"},
+        "tiles_32x64": {"rows": 32 if config.tile_rows is None else config.tile_rows},
+    }
+    selection = residual.make(config.selection, **options.get(config.selection, {}))
     second = residual_of(config.format, selection, order="quantize_first")
     spec = MatmulSpec(weight=weight_of(config.format), act=act_of(config.format), residual=second)
     return side(config.sites, spec)

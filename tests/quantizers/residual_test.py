@@ -100,6 +100,18 @@ def test_the_second_pass_by_hand() -> None:
     np.testing.assert_array_equal([part[0][0, :2] for part in parts], [[6.0, 0.0], [1.0, -0.25]])
 
 
+def test_given_columns_of_what_was_quantized_are_those_of_the_dense_pass(rng: np.random.Generator) -> None:
+    """Rollout-ResQ with static channels: S(Q(R)) at the columns, each value as the dense pass has it."""
+    x, columns = jnp.asarray(rng.normal(size=(3, 64)), jnp.float32), jnp.asarray([0, 7, 31, 40, 63])
+    static = Residual(selection=residual.make("channels"), quantizer=NVFP4)
+    _, (taken, outer) = static.split(x, NVFP4, dtype=jnp.float32, columns=columns)
+    dense = Residual(selection=residual.make("dense"), quantizer=NVFP4)
+    _, (whole, whole_outer) = dense.split(x, NVFP4, dtype=jnp.float32)
+    np.testing.assert_array_equal(taken, np.asarray(whole)[:, columns])
+    np.testing.assert_array_equal(outer, whole_outer)
+    assert static.batch_invariant and np.any(np.asarray(taken) != 0)
+
+
 def test_a_shared_outer_scale_loses_small_residuals_and_its_own_does_not() -> None:
     """2^-22 of the token's maximum is below the smallest block scale under a shared outer scale."""
     row = [2.0**10] + [0.0] * 15 + [2.0**-7, 2.0**-9 + 2.0**-12] + [0.0] * 14
