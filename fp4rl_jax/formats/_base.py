@@ -153,7 +153,7 @@ class Format:
         del span_amax
         scale = _bits.from_float(self.block_scale(scales))
         if outer_scale is not None:
-            scale = _bits.multiply(scale, _bits.from_float(outer_scale))
+            scale = self.under_outer(scale, outer_scale)
         scale = once(scale[..., None])
         magnitude = _bits.scaled(_bits.from_float(x), _bits.exponent(scale))
         return GridBracket(self.grid, magnitude, _bits.unit(scale))
@@ -188,7 +188,7 @@ class Format:
         sign = _bits.negative(blocks)
         magnitude = rounding(self.bracket(blocks, scales, outer_scale, span_amax=span_amax), sign)
         code = magnitude | (sign.astype(jnp.int32) << (self.code_bits - 1))
-        code = jnp.where(self._live(scales, outer_scale)[..., None], code, 0).astype(jnp.uint8)
+        code = jnp.where(once(self._live(scales, outer_scale))[..., None], code, 0).astype(jnp.uint8)
         return self._from_blocks(code, length)
 
     def inner(self, codes: Array, scales: Array, dtype: DTypeLike = jnp.float32) -> Array:
@@ -202,7 +202,7 @@ class Format:
         blocks, length = self._to_blocks(codes)
         value = self.element(blocks)
         if self.scale_width:
-            value = self._product(value, self.block_scale(scales)[..., None])
+            value = self._product(value, once(self.block_scale(scales))[..., None])
         return self._from_blocks(narrow_exact(value, dtype), length)
 
     def _product(self, element: Array, scale: Array) -> Array:
@@ -295,6 +295,13 @@ class Format:
         if self.outer_is_power_of_two and self.span != "static":
             return log - (_bits.exponent(outer) << _bits.MANTISSA)
         return _bits.multiply(log, _bits.divide(jnp.int32(_bits.ONE), outer))
+
+    def under_outer(self, log: Array, outer_scale: Array) -> Array:
+        """A magnitude in log form times its outer scale: exact for a power of two, else rounded."""
+        outer = _bits.from_float(outer_scale)
+        if self.outer_is_power_of_two and self.span != "static":
+            return log + (_bits.exponent(outer) << _bits.MANTISSA)
+        return _bits.multiply(log, outer)
 
     # ---- helpers -----------------------------------------------------------------------------
     def _live(self, scales: Array, outer_scale: Array | None) -> Array:

@@ -6,9 +6,12 @@ and does no arithmetic whose result could be rounded, contracted or folded.
 
 import abc
 import dataclasses
+import math
+from fractions import Fraction
 from typing import Literal
 
 import jax.numpy as jnp
+import numpy as np
 
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.formats import _bits, _e4m3
@@ -60,10 +63,13 @@ class Grid:
 
     def decode(self, magnitude: Array) -> Array:
         """float32 value of integer magnitude codes."""
-        value = jnp.full(magnitude.shape, self.values[0], jnp.float32)
-        for code, level in enumerate(self.values[1:], 1):
-            value = jnp.where(magnitude == code, jnp.float32(level), value)
-        return value
+        unit = Fraction(1, math.lcm(*(Fraction(v).denominator for v in self.values)))
+        levels = [int(Fraction(v) / unit) for v in self.values]
+        whole = jnp.zeros_like(magnitude)  # in units: piecewise linear, bent where the step changes
+        for code, bend in enumerate(np.diff(np.diff(levels), prepend=0)):
+            if bend:
+                whole = whole + jnp.maximum(magnitude - code, 0) * int(bend)
+        return whole.astype(jnp.float32) * jnp.float32(unit)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -118,7 +118,7 @@ def _prepared_head(fused: PyTree, dtype: Any) -> ops.Prepared:
     head = head_weight(fused)
     if isinstance(head, ops.Prepared):
         return head
-    prepared = ops.prepare_weight(round_to(head.astype(jnp.float32), dtype))
+    prepared = ops.prepare_weight(round_to(head, dtype))
     assert isinstance(prepared, ops.Prepared)  # of an array
     return prepared
 

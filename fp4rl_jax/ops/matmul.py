@@ -375,6 +375,8 @@ def by_row(operand: Prepared) -> bool:
 
 def _contract(plan: Plan, x: Prepared, w: Prepared, *, dims: tuple[int, int]) -> Array:
     """One dot and the outer scales that remain, x's first."""
+    # stored: a stacked layer's scale, sliced inside the loop over values, keeps a CPU from vectors
+    w = dataclasses.replace(w, outer_scale=jax.lax.optimization_barrier(w.outer_scale))
     y = kernels.matmul(x.operand, w.operand, dims=dims, order=plan.order)
     if x.outer_scale is not None:
         y = y * (x.outer_scale.reshape(-1, 1) if by_row(x) else x.outer_scale.reshape(()))

@@ -193,8 +193,19 @@ def encode(
     fmt = quantizer.fmt
     if not is_narrow(quantizer):
         return decode(quantizer.quantize(x, axis=-1, key=key, hint=hint), dtype)
-    values, outer_scale = quantizer.inner(x, dtype=dtype, axis=-1, key=key, hint=hint)
-    return Prepared(operand=values, outer_scale=outer_scale, source=fmt.name, exact=fmt.outer_is_power_of_two)
+    # fenced, and as rows: it is read for the maxima and again for the codes, and what makes it would
+    # otherwise be computed for both, along axes that a CPU does not turn into vectors
+    rows, hint = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), (x, hint))
+    rows = jax.lax.optimization_barrier(rows)
+    values, outer_scale = quantizer.inner(rows, dtype=dtype, axis=-1, key=key, hint=hint)
+    if outer_scale is not None and outer_scale.ndim:
+        outer_scale = outer_scale.reshape(*x.shape[:-1], 1)
+    return Prepared(
+        operand=values.reshape(x.shape),
+        outer_scale=outer_scale,
+        source=fmt.name,
+        exact=fmt.outer_is_power_of_two,
+    )
 
 
 def unguided(quantizer: Quantizer) -> Quantizer:

@@ -27,13 +27,13 @@ def round_to(x: Array, dtype: jnp.dtype) -> Array:
 
 
 def settle(x: Array, dtype: jnp.dtype) -> Array:
-    """Casts float32 values to `dtype` such that no compiler skips the rounding.
+    """Casts float32 values to `dtype` such that no compiler skips the rounding; others of it pass.
 
     Within one program XLA may widen a bfloat16 result again without having rounded it, on CPU and
     GPU alike, and whether it does depends on the surroundings. What is rounded needs no second
     rounding: the cast takes the upper half of the bits.
     """
-    return cast(Array, _settle(x, dtype))
+    return x if x.dtype == dtype else cast(Array, _settle(x, dtype))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
