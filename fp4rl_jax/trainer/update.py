@@ -316,13 +316,17 @@ def _loss(
 
 
 def _apply(state: TrainState, grads: Flat, applied: Array, learner: Learner) -> TrainState:
-    """The optimizer's step where `applied`, the untouched state where not."""
+    """The optimizer's step where `applied`, the untouched state where not.
+
+    It is taken in float32, whatever the masters' dtype, to which masters and moments are then rounded.
+    """
 
     def good(current: TrainState) -> TrainState:
         changes, opt_state = optimizer(learner.config.optim).update(
             grads, current.opt_state, current.trainable
         )
         trainable = optax.apply_updates(current.trainable, changes)
+        opt_state = jax.tree.map(lambda new, old: new.astype(old.dtype), opt_state, current.opt_state)
         return dataclasses.replace(
             current,
             trainable=trainable,

@@ -226,3 +226,28 @@ def test_two_equal_learners_trace_once():
     step(state, make_batch(), learner=first)
     step(state, make_batch(2), learner=second)
     assert first == second and hash(first) == hash(second) and len(traces) == 1
+
+
+def test_bfloat16_masters_are_those_of_float32_rounded():
+    """From equal values, and within the roundings of bfloat16 (2^-8 each)."""
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), make_params())
+    moved = {}
+    for masters in ("float32", "bfloat16"):
+        learner = make_learner(master_dtype=masters)
+        state = init_state(params, learner.subset, learner.config)
+        moved[masters], outcome = jax.jit(update, static_argnames="learner")(
+            state, make_batch(), learner=learner
+        )
+        assert bool(outcome.applied)
+    for path, narrow in moved["bfloat16"].trainable.items():
+        assert narrow.dtype == jnp.bfloat16
+        start, wide, narrow = (
+            np.asarray(x, np.float32)
+            for x in (state.trainable[path], moved["float32"].trainable[path], narrow)
+        )
+        # a change carries the roundings of a gradient's terms, of their sum and of the clipping norm
+        unit = 2.0**-8
+        bound = unit * np.abs(wide) + 3 * unit * np.abs(wide - start) + 1e-6
+        assert np.all(np.abs(narrow - wide) <= bound), path
+    kept = jax.tree.map(lambda leaf: leaf.dtype, moved["bfloat16"].opt_state)
+    assert kept == jax.tree.map(lambda leaf: leaf.dtype, state.opt_state)

@@ -1,0 +1,232 @@
+"""One GRPO step at full length with random weights: publish, rollout, scoring, update, and their memory.
+
+    python benchmarks/rl_step.py --model qwen3_1_7b --recipes bf16 naive_nvfp4 --json OUTPUT.json
+
+The work of the peer's record: 64 prompts x 8 samples, 64 tokens in and 256 out, every row of full length,
+parameters, gradients and moments in `--masters` (bfloat16 as the peer's), one update a rollout. Every phase is
+a median of `--repeats` calls after one that compiles, each ended by reading a result. Decode tokens/s
+are of the steps after the first token, (rows x (tokens - 1)) / (whole call - call of one token). Model FLOP
+utilisation counts 6 FLOP a weight and token and the attention products, no recomputation.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fp4rl_jax import algorithms, corrections, models, plugins, recipes
+from fp4rl_jax.batch import Rollouts, TrainBatch
+from fp4rl_jax.loop.bound import Bound
+from fp4rl_jax.models import ModelConfig, num_parameters
+from fp4rl_jax.ops.spec import Side
+from fp4rl_jax.rollout import Published, SamplingConfig, publish, row_keys, sample
+from fp4rl_jax.trainer import Learner, OptimConfig, TrainerConfig, TrainState, init_state, plan
+from fp4rl_jax.trainer import score_batch as score
+from fp4rl_jax.trainer import update
+
+MODELS = {
+    "smollm2": ModelConfig(
+        family="llama", vocab_size=49152, num_layers=30, d_model=576, num_heads=9, num_kv_heads=3,
+        head_dim=64, d_ff=1536, rope_theta=100000.0, max_length=8192,
+    ),
+    "qwen3_1_7b": ModelConfig(
+        family="qwen3", vocab_size=151936, num_layers=28, d_model=2048, num_heads=16, num_kv_heads=8,
+        head_dim=128, d_ff=6144, rope_theta=1e6, rms_eps=1e-6, qk_norm=True, max_length=40960,
+    ),
+    "tiny": ModelConfig(vocab_size=512, num_layers=2, d_model=64, max_length=512),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """How much is sampled and trained on."""
+
+    prompts: int
+    group: int
+    prompt_width: int
+    tokens: int
+    microbatch: int
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.group
+
+
+def timed(run: Callable[[], Any], repeats: int) -> tuple[float, float]:
+    """Median seconds of a call, and seconds of the first, which compiles."""
+    taken = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:]), taken[0]
+
+
+def peak_gib() -> float | None:
+    """The most device memory in use so far, where the device counts it."""
+    stats = jax.devices()[0].memory_stats()
+    return None if not stats else round(stats["peak_bytes_in_use"] / 2**30, 2)
+
+
+def sides(recipe: str, config: ModelConfig) -> tuple[Side, Side]:
+    """The trainer's and the rollout's numerics of a recipe with its defaults, both in bfloat16."""
+    module = plugins.load(recipes, recipe)
+    specs = module.trainer(module.Config()), module.rollout(module.Config())
+    trainer, rollout = (
+        Side(specs=spec.resolve(models.sites(config)), dtype="bfloat16", kv=spec.kv) for spec in specs
+    )
+    return trainer, rollout
+
+
+def learner_of(config: ModelConfig, side: Side, shape: Shape, *, masters: str, remat: str) -> Learner:
+    """GRPO without correction over all parameters."""
+    algorithm, correction = plugins.load(algorithms, "grpo"), plugins.load(corrections, "none")
+    trainer = TrainerConfig(
+        master_dtype=masters,
+        microbatch_rows=shape.microbatch,
+        remat=remat,  # pyright: ignore[reportArgumentType]
+        logprob_chunk=4096,
+        optim=OptimConfig(lr=1e-6),
+    )
+    return Learner(
+        model=config,
+        side=side,
+        config=trainer,
+        subset=plan(models.abstract_params(config), trainer.trainable, num_layers=config.num_layers),
+        loss=Bound(algorithm.loss, algorithm.Config()),
+        weights=Bound(correction.weights, correction.Config()),
+    )
+
+
+def update_flop(config: ModelConfig, shape: Shape) -> float:
+    """Model FLOP of one update: forward and backward of weights and of causal attention."""
+    length = shape.prompt_width + shape.tokens
+    tokens = shape.rows * length
+    attention = 2 * 2 * config.num_heads * config.head_dim * length / 2 * config.num_layers
+    return 3.0 * tokens * (2.0 * num_parameters(config) + attention)
+
+
+def rollout_of(
+    published: Published, config: ModelConfig, side: Side, shape: Shape
+) -> Callable[[int], Rollouts]:
+    """A function from the length of the completions to their rollouts."""
+    key = jax.random.key(1)
+    prompts = jax.random.randint(key, (shape.prompts, shape.prompt_width), 10, config.vocab_size)
+    mask = jnp.ones(prompts.shape, bool)
+    keys = row_keys(key, jnp.arange(shape.rows))
+
+    def call(length: int) -> Rollouts:
+        return sample(
+            published, prompts, mask, row_limits=jnp.full(shape.rows, length, jnp.int32), keys=keys,
+            config=config, side=side, sampling=SamplingConfig(max_new_tokens=shape.tokens),
+            group_size=shape.group,
+        )  # fmt: skip
+
+    return call
+
+
+def time_learning(learner: Learner, rollouts: Rollouts, repeats: int) -> dict[str, Any]:
+    """Scoring and update of one batch; the state is made here and donated from call to call."""
+    params = models.init_params(learner.model, jax.random.key(0), dtype=learner.config.master_dtype)
+    state = init_state(params, learner.subset, learner.config)
+    del params
+    batch = TrainBatch(
+        tokens=rollouts.tokens, token_mask=rollouts.token_mask, loss_mask=rollouts.loss_mask,
+        rollout_logprobs=rollouts.rollout_logprobs, guidance=rollouts.guidance,
+        advantages=jax.random.normal(jax.random.key(2), rollouts.tokens.shape[:1]),
+        prompt_width=rollouts.prompt_width, group_size=rollouts.group_size,
+    )  # fmt: skip
+    score_it = jax.jit(score, static_argnames="learner")
+    found: dict[str, Any] = {}
+    found["score"], found["score_first"] = timed(lambda: score_it(state, batch, learner=learner), repeats)
+    step = jax.jit(update, static_argnames="learner", donate_argnums=0)
+    key = jax.random.key(3) if learner.side.specs.is_stochastic else None
+    held: list[TrainState] = [state]
+    del state
+
+    def once() -> jax.Array:
+        held[0], outcome = step(held[0], batch, learner=learner, key=key)
+        return outcome.loss
+
+    found["update"], found["update_first"] = timed(once, repeats)
+    return found
+
+
+def measure(recipe: str, config: ModelConfig, shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
+    """All phases of one recipe."""
+    trainer, rollout = sides(recipe, config)
+    params = models.init_params(config, jax.random.key(0), dtype=options.masters)
+    found: dict[str, Any] = {}
+    found["publish"], _ = timed(
+        lambda: publish(params, config=config, side=rollout, version=0).params, options.repeats
+    )
+    published = publish(params, config=config, side=rollout, version=0)
+    del params
+    call = rollout_of(published, config, rollout, shape)
+    found["rollout"], found["rollout_first"] = timed(lambda: call(shape.tokens).tokens, options.repeats)
+    found["first_token"], _ = timed(lambda: call(1).tokens, options.repeats)
+    decoded = shape.rows * (shape.tokens - 1)
+    found["decode_tokens_per_second"] = decoded / (found["rollout"] - found["first_token"])
+    found["rollout_peak_gib"] = peak_gib()
+    rollouts = call(shape.tokens)
+    del published, call
+    if options.phases == "all":
+        learner = learner_of(config, trainer, shape, masters=options.masters, remat=options.remat)
+        found |= time_learning(learner, rollouts, options.repeats)
+        found["step"] = found["publish"] + found["rollout"] + found["update"]
+        found["step_with_scoring"] = found["step"] + found["score"]
+        found["update_model_tflops"] = update_flop(config, shape) / found["update"] / 1e12
+        found["peak_gib"] = peak_gib()
+    return found
+
+
+def main() -> None:
+    """Times every recipe, prints as it goes, writes JSON where asked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", choices=sorted(MODELS), default="smollm2")
+    parser.add_argument("--recipes", nargs="+", default=["bf16"])
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--prompt_width", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--microbatch", type=int, default=64)
+    parser.add_argument("--masters", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--remat", choices=("layer", "none"), default="layer")
+    parser.add_argument("--phases", choices=("all", "rollout"), default="all")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    names = [field.name for field in dataclasses.fields(Shape)]
+    shape = Shape(**{name: getattr(options, name) for name in names})
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    record: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit.stdout.strip() or None,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "model": options.model,
+        "masters": options.masters,
+        "remat": options.remat,
+        "shape": dataclasses.asdict(shape),
+        "seconds": {},
+    }
+    for recipe in options.recipes:
+        record["seconds"][recipe] = measure(recipe, MODELS[options.model], shape, options)
+        print(json.dumps({recipe: record["seconds"][recipe]}), file=sys.stderr, flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(record, indent=2) + "\n")
+    print(json.dumps(record, indent=2))
+
+
+if __name__ == "__main__":
+    main()
