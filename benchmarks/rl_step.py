@@ -2,8 +2,8 @@
 
     python benchmarks/rl_step.py --model qwen3_1_7b --recipes bf16 naive_nvfp4 --json OUTPUT.json
 
-The work of the peer's record: 64 prompts x 8 samples, 64 tokens in and 256 out, every row of full length,
-parameters, gradients and moments in `--masters` (bfloat16 as the peer's), one update a rollout. Every phase is
+The work of the peer's record: 64 prompts x 8 samples, 64 tokens in and 256 out, all rows of full length,
+The work of the peer's record: 64 prompts x 8 samples, 64 tokens in and 256 out, rows of full length,
 a median of `--repeats` calls after one that compiles, each ended by reading a result. Decode tokens/s
 are of the steps after the first token, (rows x (tokens - 1)) / (whole call - call of one token). Model FLOP
 utilisation counts 6 FLOP a weight and token and the attention products, no recomputation.
@@ -30,9 +30,8 @@ from fp4rl_jax.loop.bound import Bound
 from fp4rl_jax.models import ModelConfig, num_parameters
 from fp4rl_jax.ops.spec import Side
 from fp4rl_jax.rollout import Published, SamplingConfig, publish, row_keys, sample
-from fp4rl_jax.trainer import Learner, OptimConfig, TrainerConfig, TrainState, init_state, plan
+from fp4rl_jax.trainer import Learner, OptimConfig, TrainerConfig, TrainState, init_state, plan, update
 from fp4rl_jax.trainer import score_batch as score
-from fp4rl_jax.trainer import update
 
 MODELS = {
     "smollm2": ModelConfig(
@@ -137,9 +136,8 @@ def rollout_of(
 
 def time_learning(learner: Learner, rollouts: Rollouts, repeats: int) -> dict[str, Any]:
     """Scoring and update of one batch; the state is made here and donated from call to call."""
-    params = models.init_params(learner.model, jax.random.key(0), dtype=learner.config.master_dtype)
-    state = init_state(params, learner.subset, learner.config)
-    del params
+    masters = models.init_params(learner.model, jax.random.key(0), dtype=learner.config.master_dtype)
+    held: list[TrainState] = [init_state(masters, learner.subset, learner.config)]
     batch = TrainBatch(
         tokens=rollouts.tokens, token_mask=rollouts.token_mask, loss_mask=rollouts.loss_mask,
         rollout_logprobs=rollouts.rollout_logprobs, guidance=rollouts.guidance,
@@ -148,11 +146,9 @@ def time_learning(learner: Learner, rollouts: Rollouts, repeats: int) -> dict[st
     )  # fmt: skip
     score_it = jax.jit(score, static_argnames="learner")
     found: dict[str, Any] = {}
-    found["score"], found["score_first"] = timed(lambda: score_it(state, batch, learner=learner), repeats)
+    found["score"], found["score_first"] = timed(lambda: score_it(held[0], batch, learner=learner), repeats)
     step = jax.jit(update, static_argnames="learner", donate_argnums=0)
     key = jax.random.key(3) if learner.side.specs.is_stochastic else None
-    held: list[TrainState] = [state]
-    del state
 
     def once() -> jax.Array:
         held[0], outcome = step(held[0], batch, learner=learner, key=key)
@@ -162,24 +158,26 @@ def time_learning(learner: Learner, rollouts: Rollouts, repeats: int) -> dict[st
     return found
 
 
-def measure(recipe: str, config: ModelConfig, shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
-    """All phases of one recipe."""
-    trainer, rollout = sides(recipe, config)
-    params = models.init_params(config, jax.random.key(0), dtype=options.masters)
+def time_sampling(
+    config: ModelConfig, side: Side, shape: Shape, *, masters: str, repeats: int
+) -> tuple[dict[str, Any], Rollouts]:
+    """Publish and rollout of one recipe, and the rollouts."""
+    params = models.init_params(config, jax.random.key(0), dtype=masters)
     found: dict[str, Any] = {}
-    found["publish"], _ = timed(
-        lambda: publish(params, config=config, side=rollout, version=0).params, options.repeats
-    )
-    published = publish(params, config=config, side=rollout, version=0)
-    del params
-    call = rollout_of(published, config, rollout, shape)
-    found["rollout"], found["rollout_first"] = timed(lambda: call(shape.tokens).tokens, options.repeats)
-    found["first_token"], _ = timed(lambda: call(1).tokens, options.repeats)
+    found["publish"], _ = timed(lambda: publish(params, config=config, side=side, version=0).params, repeats)
+    call = rollout_of(publish(params, config=config, side=side, version=0), config, side, shape)
+    found["rollout"], found["rollout_first"] = timed(lambda: call(shape.tokens).tokens, repeats)
+    found["first_token"], _ = timed(lambda: call(1).tokens, repeats)
     decoded = shape.rows * (shape.tokens - 1)
     found["decode_tokens_per_second"] = decoded / (found["rollout"] - found["first_token"])
     found["rollout_peak_gib"] = peak_gib()
-    rollouts = call(shape.tokens)
-    del published, call
+    return found, call(shape.tokens)
+
+
+def measure(recipe: str, config: ModelConfig, shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
+    """All phases of one recipe."""
+    trainer, rollout = sides(recipe, config)
+    found, rollouts = time_sampling(config, rollout, shape, masters=options.masters, repeats=options.repeats)
     if options.phases == "all":
         learner = learner_of(config, trainer, shape, masters=options.masters, remat=options.remat)
         found |= time_learning(learner, rollouts, options.repeats)
