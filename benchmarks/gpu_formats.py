@@ -1,13 +1,14 @@
 """Every format in every mode on an accelerator: the same bytes as on the CPU, however it is compiled.
 
-    python benchmarks/gpu_formats.py OUTPUT.json [--quick]
+    python benchmarks/gpu_formats.py OUTPUT.json [--quick] [--part 1/3]
 
 A GPU compiler folds a narrow cast and its inverse away under jit, so that a quantize-dequantize
 written with casts changes nothing, without a word. This script shows that (its record has the error
 of such a round trip) and proves that the formats of this project are immune: codes, scale bytes and outer
 scales under eager, jit, scan, vmap and grad equal those of the CPU, for float32 and bfloat16, on
 ordinary data, 30 binades, ties, subnormals, zeros, infinities and nans. `--quick` takes one option
-at a time instead of all combinations. Exit code 1 if anything differs.
+at a time instead of all combinations; `--part 2/3` every third of the programs from the second, so that three
+processes share the work. Exit code 1 if anything differs.
 """
 
 import argparse
@@ -253,7 +254,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("output", type=Path, help="the JSON record")
     parser.add_argument("--quick", action="store_true", help="one option at a time, not all combinations")
+    parser.add_argument("--part", default="1/1", help="which share of the programs, e.g. 2/3")
     arguments = parser.parse_args()
+    part, parts = (int(x) for x in arguments.part.split("/"))
     device = jax.devices()[0]
     record: dict = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -271,7 +274,7 @@ def main() -> int:
         total = {"other roundings, jit": check_roundings(formats.make(name), x)}
         record["differences from the CPU"][name] = total
         done = record["modes"][name] = []
-        for chunk in chunks(ordered_modes(name, arguments.quick)):
+        for chunk in list(chunks(ordered_modes(name, arguments.quick)))[part - 1 :: parts]:
             start = time.monotonic()
             for way, count in check_chunk(chunk, x).items():
                 total[way] = total.get(way, 0) + count

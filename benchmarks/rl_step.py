@@ -2,11 +2,11 @@
 
     python benchmarks/rl_step.py --model qwen3_1_7b --recipes bf16 naive_nvfp4 --json OUTPUT.json
 
-The work of the peer's record: 64 prompts x 8 samples, 64 tokens in and 256 out, all rows of full length,
 The work of the peer's record: 64 prompts x 8 samples, 64 tokens in and 256 out, rows of full length,
-a median of `--repeats` calls after one that compiles, each ended by reading a result. Decode tokens/s
-are of the steps after the first token, (rows x (tokens - 1)) / (whole call - call of one token). Model FLOP
-utilisation counts 6 FLOP a weight and token and the attention products, no recomputation.
+parameters, gradients and moments in `--masters` (bfloat16 as the peer's), one update a rollout. A phase is
+a median of `--repeats` calls after one that compiles, each ended by waiting for its result. Decode
+tokens/s are of the steps after the first token: rows x (tokens - 1) / (whole call - call of one token).
+Model FLOP are 6 a weight and token and those of the attention products, no recomputation.
 """
 
 import argparse
