@@ -11,6 +11,12 @@ export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}"
 # Matmuls that claim float32 name precision="highest" in the code; this keeps TF32 out of the others.
 export JAX_DEFAULT_MATMUL_PRECISION="${JAX_DEFAULT_MATMUL_PRECISION:-highest}"
 
+# --- several GPUs ---------------------------------------------------------------------------------
+# NVLink multicast (NVLS) off: a program that dies while it holds multicast memory can leave the host's GPUs
+# unusable for every other program.
+export NCCL_NVLS_ENABLE=0
+export NVSHMEM_DISABLE_NVLS=1
+
 # --- determinism ----------------------------------------------------------------------------------
 # `. launch/env.sh deterministic` makes two runs of one configuration equal bit for bit on a GPU:
 # no atomics, no autotuned choice of algorithm, one order of collectives. It costs speed. (On CPU a

@@ -14,6 +14,7 @@ from fp4rl_jax.configuring import ConfigError
 def expected() -> dict[type[Exception], int]:
     """The exit code of every kind of expected error; a `RunError` has its own."""
     from fp4rl_jax.interchange.fetch import FetchError
+    from fp4rl_jax.parallel import ProcessError
     from fp4rl_jax.rollout import PublishError
     from fp4rl_jax.runs import RunError, exit_codes
     from fp4rl_jax.tasks import RewardError
@@ -27,6 +28,7 @@ def expected() -> dict[type[Exception], int]:
         ChatTemplateError: exit_codes.TASK,
         PublishError: exit_codes.NON_FINITE,
         FetchError: exit_codes.FAILURE,
+        ProcessError: exit_codes.PROCESSES,
     }
 
 

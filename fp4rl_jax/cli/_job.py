@@ -13,6 +13,7 @@ from absl import logging
 from fp4rl_jax import interchange, models
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.batch import Rollouts
+from fp4rl_jax.cli import _devices
 from fp4rl_jax.config import Config
 from fp4rl_jax.data import Prompts
 from fp4rl_jax.loop import Bound, Collector, Job, Parts
@@ -21,6 +22,7 @@ from fp4rl_jax.models import guidance
 from fp4rl_jax.ops import machine
 from fp4rl_jax.ops.cost import residual_cost
 from fp4rl_jax.ops.spec import Side
+from fp4rl_jax.parallel import Layout, put_rows
 from fp4rl_jax.rollout import (
     Evaluation,
     Evaluator,
@@ -50,12 +52,12 @@ class Sides:
     rollout: Side
 
 
-def sides(config: Config, model: models.ModelConfig) -> Sides:
-    """Resolves both recipes over the sites of `model`.
+def sides(config: Config, model: models.ModelConfig, layout: Layout | None = None) -> Sides:
+    """Resolves both recipes over the sites of `model`, on the mesh of `layout`.
 
     Raises:
         ValueError: a recipe's pattern matches no site of this model, what one side records does not guide
-            the other, or this machine does not keep `ops.order`.
+            the other, this machine does not keep `ops.order`, or the mesh would cut a block or a head.
     """
     machine.require_order(config.ops.order, machine.current())
     names = models.sites(model)
@@ -66,10 +68,14 @@ def sides(config: Config, model: models.ModelConfig) -> Sides:
     config.moe.require(model)
     specs, other = ours.resolve(names), theirs.resolve(names)
     guidance.check_guidance(specs, other)
-    return Sides(
-        trainer=Side(specs=specs, dtype=config.trainer.dtype, order=order, kv=ours.kv, replay=replay),
-        rollout=Side(specs=other, dtype=config.rollout.dtype, order=order, kv=theirs.kv, replay=replay),
+    common: dict[str, Any] = {"order": order, "replay": replay, "layout": layout}
+    found = Sides(
+        trainer=Side(specs=specs, dtype=config.trainer.dtype, kv=ours.kv, **common),
+        rollout=Side(specs=other, dtype=config.rollout.dtype, kv=theirs.kv, **common),
     )
+    for name, side in (("trainer", found.trainer), ("rollout", found.rollout)):
+        models.require_whole_blocks(model, side, name=name)
+    return found
 
 
 def model_shape(config: Config) -> models.ModelConfig:
@@ -99,13 +105,20 @@ class Builder:
 
     def params(self) -> Any:
         """The master tree: the checkpoint's, or a random one drawn from the run's seed."""
+        layout = self.sides.trainer.layout
+        places = None if layout is None else models.shardings(self.model, layout.mesh, rules=layout.rules)
         if self.config.model.path is None:
-            return models.init_params(self.model, jax.random.fold_in(self.key, 0))
-        return interchange.load(self.config.model.path, dtype=self.config.trainer.master_dtype).params
+            return models.init_params(self.model, jax.random.fold_in(self.key, 0), shardings=places)
+        dtype = self.config.trainer.master_dtype
+        return interchange.load(self.config.model.path, dtype=dtype, shardings=places).params
 
     def state(self, data: Prompts | None = None) -> TrainState:
         """The first state; `data` gives the prompts of the first batch where the rollout calibrates."""
-        state = init_state(self.params(), self.learner.subset, self.config.trainer)
+        places = None
+        if self.sides.trainer.layout is not None:
+            plain = dataclasses.replace(self.template(), calibration=None)
+            places = jax.tree.map(lambda leaf: leaf.sharding, plain)
+        state = init_state(self.params(), self.learner.subset, self.config.trainer, shardings=places)
         if data is None or not calibrate.is_needed(self.sides.rollout):
             return state
         place = data.get_state()
@@ -117,14 +130,17 @@ class Builder:
         return dataclasses.replace(state, calibration=found)
 
     def template(self) -> TrainState:
-        """Shapes of the state, to restore a checkpoint into."""
+        """Shapes of the state, on a mesh with their shardings, to restore a checkpoint into."""
         shapes = models.abstract_params(self.model)
         state = abstract_state(shapes, self.learner.subset, self.config.trainer)
         side = self.sides.rollout
-        if not calibrate.is_needed(side):
+        if calibrate.is_needed(side):
+            empty = jax.eval_shape(lambda: calibrate.empty(self.model, side))
+            state = dataclasses.replace(state, calibration=empty)
+        if side.layout is None:
             return state
-        empty = jax.eval_shape(lambda: calibrate.empty(self.model, side))
-        return dataclasses.replace(state, calibration=empty)
+        places = models.params_shardings(state, self.model, side.layout)
+        return jax.tree.map(lambda leaf, place: leaf.update(sharding=place), state, places)
 
     def parts(self, data: Prompts, state: TrainState) -> Parts:
         """The parts of a step, for a run whose frozen parameters are those of `state`."""
@@ -183,7 +199,8 @@ class Builder:
         if not self.config.algorithm.config.needs_reference:
             return None
         first = self.state()
-        return lambda rollouts: _score(first, rollouts, base, learner=self.learner)
+        layout = self.sides.trainer.layout
+        return lambda rollouts: _score(first, put_rows(rollouts, layout), base, learner=self.learner)
 
     def collector(self, data: Prompts) -> Collector:
         """Prompts to scored rollouts."""
@@ -263,11 +280,11 @@ class Builder:
         )
 
 
-def builder(config: Config) -> Builder:
+def builder(config: Config, layout: Layout | None = None) -> Builder:
     """Everything that needs no weights: the model's shape, both sides, tokenizer, task, learner."""
     model = model_shape(config)
     tokenizer = _tokenizer(config)
-    both = sides(config, model)
+    both = sides(config, model, layout)
     sampling = dataclasses.replace(
         config.rollout.sampling(stop_tokens=tokenizer.stop_ids, pad_token=tokenizer.pad_id),
         num_candidates=getattr(config.correction.config, "num_candidates", 0),
@@ -309,9 +326,7 @@ def job(config: Config, directory: RunDirectory) -> Job:
         ValueError: the model, a recipe or the task does not fit the configuration.
         PromptError: a prompt is wider than rollout.prompt_width.
     """
-    if config.mesh.num_devices != 1:
-        raise ValueError(f"mesh asks for {config.mesh.num_devices} devices: a run takes one device")
-    made = builder(config)
+    made = builder(config, _devices.layout(config))
     require_fit(made)
     data = Prompts(made.task.train, config.loop.num_prompts, seed=config.run.seed)
     logging.info("model: %d parameters", models.num_parameters(made.model))

@@ -29,6 +29,8 @@ def job(config: Config, directory: RunDirectory, *, target: str) -> tuple[Job, _
     """
     if Path(target).exists():
         raise FileExistsError(f"{target} exists; choose another --output")
+    if config.mesh.num_devices != 1:
+        raise ValueError(f"the mesh {config.mesh.spelled}: fp4rl sft takes one device")
     made = _job.builder(config)
     interchange.config_fields(made.model)
     made = dataclasses.replace(made, learner=supervised(made.learner))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from fp4rl_jax.cli import _failures, _flags
+from fp4rl_jax.cli import _failures, _flags, _processes
 from fp4rl_jax.config import Config, as_dict
 
 SUMMARY = "train a model with GRPO or a relative, its rollouts in FP4"
@@ -11,10 +11,12 @@ SUMMARY = "train a model with GRPO or a relative, its rollouts in FP4"
 def main(argv: Sequence[str]) -> int:
     """Trains; exit codes as docs/RUNS.md lists them."""
     values = _flags.config_flags()
+    _processes.define_flags(values)
     _flags.parse(values, argv, name="train", summary=SUMMARY)
     config = _flags.load_config(values)
     _flags.require_sections(values, ("model",), ("task",))
-    return train(config)
+    with _processes.joined(_processes.given(values), name="train"):
+        return train(config)
 
 
 def train(config: Config) -> int:

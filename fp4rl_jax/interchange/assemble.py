@@ -13,6 +13,7 @@ from fp4rl_jax.interchange.errors import CheckpointError
 from fp4rl_jax.interchange.naming import Piece, leaf_paths, pieces
 from fp4rl_jax.interchange.source import Source
 from fp4rl_jax.models import ModelConfig, describe
+from fp4rl_jax.parallel import put
 
 #: Reading threads: copying and dequantizing release the interpreter lock, two keep two cores busy.
 _THREADS = 2
@@ -52,7 +53,9 @@ def assemble(
         def build(path: str, shape: tuple[int, ...]) -> jax.Array:
             stacked = staging.view(shape, target)
             list(pool.map(lambda piece: source.read_into(piece.name, stacked[piece.index]), wanted[path]))
-            return jax.device_put(stacked, places.get(path)).block_until_ready()
+            place = places.get(path)
+            leaf = jax.device_put(stacked) if place is None else put(stacked, place)
+            return leaf.block_until_ready()
 
         leaves = [build(path, leaf.shape) for path, leaf in leaf_paths(described)]
     return jax.tree.structure(described).unflatten(leaves)

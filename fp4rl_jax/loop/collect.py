@@ -9,6 +9,7 @@ import numpy as np
 
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.batch import Rollouts, concatenate_rows, take_rows
+from fp4rl_jax.parallel import of_first
 from fp4rl_jax.runs import RunError, exit_codes
 
 
@@ -110,13 +111,16 @@ def _round(published: Any, key: Array, collector: Collector) -> Collected:
     owners = [item for item in items for _ in range(collector.group_size)]
     found = [collector.reward(item, text) for item, text in zip(owners, completions, strict=True)]
     names = sorted({name for reward in found for name in reward.parts})
+    scores = {
+        "rewards": np.array([reward.value for reward in found], np.float32),
+        "correct": np.array([reward.correct for reward in found], bool),
+        "parts": {n: np.array([reward.parts[n] for reward in found], np.float32) for n in names},
+    }
     return Collected(
+        **of_first(scores),  # a reward may look at a clock
         rollouts=rollouts,
         items=items,
         completions=completions,
-        rewards=np.array([reward.value for reward in found], np.float32),
-        correct=np.array([reward.correct for reward in found], bool),
-        parts={n: np.array([reward.parts[n] for reward in found], np.float32) for n in names},
         rounds=1,
         sampled_tokens=int(rollouts.loss_mask.sum()),
     )

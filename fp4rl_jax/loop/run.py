@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from absl import logging
 
@@ -75,22 +76,25 @@ def run(job: Job) -> int:
     parts = job.make_parts(state)
     job.directory.start(number)
     job.directory.write_manifest(job.manifest(number))
-    progress = make_progress(job.directory.config.progress, total=job.steps, start=number)
+    shown = job.directory.config.progress if jax.process_index() == 0 else "off"
+    progress = make_progress(shown, total=job.steps, start=number)
     try:
         with stop_on_signals() as stop:
             if number == 0:
                 host = {"before": _evaluate(job, state, 0, "before", progress)}
-            while number < job.steps and not stop.by:
+            asked = stop.agreed()
+            while number < job.steps and not asked:
                 state, step = job.step(state, number, parts)
                 _record(job, number, step, progress)
                 number += 1
+                asked = stop.agreed()
                 _check_skips(job, state, parts)
                 if _due(number, job.eval_every) and number < job.steps:
                     _evaluate(job, state, number, "during", progress)
-                if _due(number, job.directory.config.checkpoint_every) or stop.by or number == job.steps:
+                if _due(number, job.directory.config.checkpoint_every) or asked or number == job.steps:
                     _save(job, number, state, host)
         if number < job.steps:
-            progress.message(f"{stop.by}: saved after step {number}, please restart with run.resume=auto")
+            progress.message(f"{asked}: saved after step {number}, please restart with run.resume=auto")
             return exit_codes.SAVED_PLEASE_RESTART
         _finish(job, state, host, progress)
         return exit_codes.OK

@@ -7,12 +7,23 @@ from types import FrameType
 
 from absl import logging
 
+from fp4rl_jax.parallel import largest
+
 
 class StopRequest:
     """Whether the process has been asked to stop, and by which signal."""
 
     def __init__(self) -> None:
         self.by: str | None = None
+
+    def agreed(self) -> str | None:
+        """The signal that asks all processes of the run to stop after this step, or None.
+
+        Signals reach processes at different times; every process calls this once a step, and where one has
+        been asked all stop.
+        """
+        number = largest(0 if self.by is None else signal.Signals[self.by].value)
+        return signal.Signals(number).name if number else None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Signal handler: notes the request; a second Ctrl-C interrupts at once."""

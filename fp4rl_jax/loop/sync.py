@@ -18,6 +18,7 @@ from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.batch import Rollouts, TrainBatch
 from fp4rl_jax.loop import record
 from fp4rl_jax.loop.collect import Collected, Collector, collect
+from fp4rl_jax.parallel import put_rows, put_whole
 from fp4rl_jax.trainer import Learner, Outcome, TrainState, score_batch, update
 
 
@@ -72,6 +73,8 @@ class Step:
 UPDATE_KEY = 2**31 - 1
 
 _update = jax.jit(update, static_argnames="learner", donate_argnums=0)
+#: On a mesh the batch is donated, too; on one device jax would warn that its integers fit no output.
+_update_on_mesh = jax.jit(update, static_argnames="learner", donate_argnums=(0, 1))
 _score = jax.jit(score_batch, static_argnames="learner")
 
 
@@ -143,14 +146,17 @@ def learn(
     rounds at random gets a key an update, folded in from `key`.
     """
     first, *later = _shares(batch, learner.config.updates_per_rollout)
+    layout = learner.side.layout
     later = [
-        dataclasses.replace(share, old_logprobs=_score(state, share, base, learner=learner))
+        dataclasses.replace(share, old_logprobs=_score(state, put_rows(share, layout), base, learner=learner))
         for share in later
     ]
+    step = _update if layout is None else _update_on_mesh
     outcomes = []
     for index, share in enumerate([first, *later]):
         own = jax.random.fold_in(key, index) if learner.side.specs.is_stochastic else None
-        state, outcome = _update(state, share, base, learner=learner, key=own)
+        share, own = put_rows(share, layout), put_whole(own, layout)
+        state, outcome = step(state, share, base, learner=learner, key=own)
         outcomes.append(jax.device_get(outcome))
     old = [outcomes[0].trainer_logprobs, *(share.old_logprobs for share in later)]
     learned = Learned(outcomes=tuple(outcomes), old_logprobs=np.concatenate([np.asarray(x) for x in old]))

@@ -24,6 +24,13 @@ from fp4rl_jax.models.params import (
     site_shapes,
     split_layers,
 )
+from fp4rl_jax.models.placement import (
+    constrain_params,
+    in_use,
+    leaf_axes,
+    params_shardings,
+    require_whole_blocks,
+)
 from fp4rl_jax.models.sequences import KV, cache_width, new_cache, positions_of
 from fp4rl_jax.models.transformer import Forward, GroupForward, forward, forward_groups
 
@@ -39,20 +46,25 @@ __all__ = [
     "Scores",
     "abstract_params",
     "cache_width",
+    "constrain_params",
     "describe",
     "forward",
     "forward_groups",
     "fuse",
     "head_weight",
+    "in_use",
     "init_params",
+    "leaf_axes",
     "logits",
     "map_sites",
     "map_stacks",
     "new_cache",
     "num_parameters",
+    "params_shardings",
     "pick_logprobs",
     "positions_of",
     "prepare",
+    "require_whole_blocks",
     "score",
     "score_packed",
     "shardings",

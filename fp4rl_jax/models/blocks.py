@@ -19,6 +19,7 @@ from fp4rl_jax.models import guidance, rope, routing
 from fp4rl_jax.models.config import ModelConfig
 from fp4rl_jax.models.numerics import add, round_to, sum_last
 from fp4rl_jax.models.params import SITE_PATHS
+from fp4rl_jax.models.placement import constrain_heads, constrain_last
 from fp4rl_jax.ops.inputs import input_stats
 from fp4rl_jax.ops.spec import Capture, MatmulSpec, Order, Side, SiteSpecs
 
@@ -220,6 +221,8 @@ def _project(
         k = calls.norm(k, weights["k_norm"], config.rms_eps)
     q = round_to(rope.rotate(q, tokens.cos, tokens.sin, order=calls.side.order), calls.dtype)
     k = round_to(rope.rotate(k, tokens.cos, tokens.sin, order=calls.side.order), calls.dtype)
+    q = constrain_heads(q, "heads", calls.side)
+    k, v = (constrain_heads(x, "kv_heads", calls.side) for x in (k, v))
     if calls.side.kv is not None:  # emulated: the cache holds the dequantized values
         k = calls.side.kv.fake_quantize(k, axis=-1).astype(calls.dtype)
         v = calls.side.kv.fake_quantize(v, axis=-1).astype(calls.dtype)
@@ -238,6 +241,7 @@ def _swiglu(gate: Array, up: Array) -> Array:
 
 def _mlp(h: Array, weights: PyTree, calls: SiteCalls, *, mask: Array) -> Array:
     h = _gate(calls.matmul("mlp/gate_up", h, weights["gate_up"], mask=mask), calls.side.order)
+    h = constrain_last(h, "ffn", calls.side)
     return calls.matmul("mlp/down", h, weights["down"], mask=mask)
 
 

@@ -20,11 +20,13 @@ from fp4rl_jax.models.config import ModelConfig
 from fp4rl_jax.models.guidance import pack_hint
 from fp4rl_jax.models.numerics import round_to, sum_last
 from fp4rl_jax.models.params import head_weight
+from fp4rl_jax.models.placement import in_use
 from fp4rl_jax.models.routing import Watch, Watched
 from fp4rl_jax.models.stack import Remat
 from fp4rl_jax.models.transformer import forward, forward_groups
 from fp4rl_jax.ops import kernels
 from fp4rl_jax.ops.spec import HIGH_PRECISION, Order, Side
+from fp4rl_jax.parallel import BATCH, Layout, constrain
 
 Entropy = Literal["off", "on"]
 
@@ -58,6 +60,7 @@ class _Head:
     chunk: int
     order: Order
     entropy: Entropy
+    layout: Layout | None = None
 
 
 def logits(fused: PyTree, hidden: Array, *, order: Order = "free") -> Array:
@@ -150,6 +153,7 @@ def token_logprobs(
     chunk: int = 128,
     order: Order = "free",
     entropy: Entropy = "off",
+    layout: Layout | None = None,
 ) -> tuple[Array, Array | None]:
     """Log-probability of one target for each hidden state, chunk by chunk.
 
@@ -165,6 +169,7 @@ def token_logprobs(
         chunk: rows whose [chunk, V] logits exist at a time.
         order: "fixed" gives a row the same bits in every batch.
         entropy: "on" also returns the entropy of each row's distribution, without gradient.
+        layout: of the mesh, whose devices share out the rows of every chunk.
 
     Returns:
         logprobs [N] float32 nats, and entropy [N] float32 nats or None.
@@ -176,7 +181,7 @@ def token_logprobs(
     front = jnp.argsort(~mask, stable=True)
     rows = jnp.pad(front, (0, padding))
     num_chunks = (jnp.sum(mask, dtype=jnp.int32) + chunk - 1) // chunk
-    spec = _Head(temperature=temperature, chunk=chunk, order=order, entropy=entropy)
+    spec = _Head(temperature=temperature, chunk=chunk, order=order, entropy=entropy, layout=layout)
     head = _prepared_head(fused, hidden.dtype)
     packed, spread = _packed_logprobs(spec, hidden[rows], head.operand, targets[rows], num_chunks)
     back = jnp.argsort(front)
@@ -271,7 +276,7 @@ def _forward_chunks(
 
     def step(index: Array, carry: Any) -> Any:
         logprobs, spread, pulls = carry
-        rows = _rows(hidden, index, spec.chunk)
+        rows = constrain(_rows(hidden, index, spec.chunk), BATCH, spec.layout)
         scores = _scores(rows, head, spec.order)
         value, entropy, slope = _chunk_values(spec, scores, _rows(targets, index, spec.chunk))
         if pulls is not None:
@@ -326,7 +331,7 @@ def _backward_chunks(
 
     def step(index: Array, carry: Any) -> Any:
         grad, head_grad = carry
-        rows = _rows(hidden, index, spec.chunk)
+        rows = constrain(_rows(hidden, index, spec.chunk), BATCH, spec.layout)
         scores = _scores(rows, head, spec.order)
         _, _, slope = _chunk_values(spec, scores, _rows(targets, index, spec.chunk))
         slope = slope * _rows(cotangent, index, spec.chunk)[:, None]
@@ -389,6 +394,7 @@ def score(
     if not 1 <= prompt_width < tokens.shape[1]:
         raise ValueError(f"prompt_width must be in 1..{tokens.shape[1] - 1}, got {prompt_width}")
     completions, mask = tokens[:, prompt_width:], token_mask[:, prompt_width:]
+    fused = in_use(fused, config, side, reads="once")
     out = forward_groups(
         fused,
         tokens[::group_size, :prompt_width],
@@ -409,7 +415,7 @@ def score(
     asked = None if candidates is None else candidates[:, prompt_width:].reshape(mask.size, -1)
     values, spread, further = _scored(
         fused, hidden, completions.reshape(-1), mask.reshape(-1), asked,
-        temperature=temperature, chunk=chunk, order=side.order, entropy=entropy,
+        temperature=temperature, chunk=chunk, side=side, entropy=entropy,
     )  # fmt: skip
     found = Scores(logprobs=values, entropy=spread, stats=out.stats, watched=out.watched, candidates=further)
     return _placed(found, completions.shape, before=prompt_width)
@@ -417,12 +423,13 @@ def score(
 
 def _scored(
     fused: PyTree, hidden: Array, targets: Array, mask: Array, asked: Array | None, *,
-    temperature: float, chunk: int, order: Order, entropy: Entropy,
+    temperature: float, chunk: int, side: Side, entropy: Entropy,
 ) -> tuple[Array, Array | None, Array | None]:  # fmt: skip
     """Log-probs and entropies of targets [M], and log-probs of the further tokens asked for, [M, k]."""
     values, spread = token_logprobs(
         fused, hidden, targets,
-        temperature=temperature, mask=mask, chunk=chunk, order=order, entropy=entropy,
+        temperature=temperature, mask=mask, chunk=chunk, order=side.order, entropy=entropy,
+        layout=side.layout,
     )  # fmt: skip
     if asked is None:
         return values, spread, None
@@ -483,6 +490,7 @@ def score_packed(
     """
     chex.assert_equal_shape([tokens, segments, wanted])
     before = segments[:, :-1]
+    fused = in_use(fused, config, side, reads="once")
     out = forward(
         fused,
         tokens[:, :-1],
@@ -507,6 +515,7 @@ def score_packed(
         chunk=chunk,
         order=side.order,
         entropy="on",
+        layout=side.layout,
     )
     found = Scores(logprobs=values, entropy=spread, stats=out.stats, watched=out.watched)
     return _placed(found, before.shape, before=1)

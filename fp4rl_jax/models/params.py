@@ -21,7 +21,7 @@ from fp4rl_jax.arrays import Array, PyTree, dtype_of
 from fp4rl_jax.models.config import ModelConfig
 from fp4rl_jax.models.numerics import round_to
 from fp4rl_jax.ops.spec import Side
-from fp4rl_jax.parallel import DEFAULT_RULES, Rules, named_sharding
+from fp4rl_jax.parallel import DEFAULT_RULES, Rules, named_sharding, put
 
 #: Where each site's weight lies inside a fused layer tree.
 SITE_PATHS: dict[str, tuple[str, str]] = {
@@ -165,18 +165,26 @@ def _describe_experts(config: ModelConfig, leaf: Callable[..., Leaf]) -> dict[st
     }
 
 
-def init_params(config: ModelConfig, key: Array, *, dtype: str = "float32") -> PyTree:
+def init_params(
+    config: ModelConfig, key: Array, *, dtype: str = "float32", shardings: PyTree | None = None
+) -> PyTree:
     """Draws a master tree: every leaf by its own initialiser and its own key.
 
     Args:
         config: the model.
         key: typed PRNG key.
         dtype: master dtype, "float32" or "bfloat16".
+        shardings: where each leaf goes, or None for the default device; the values are the same.
     """
     leaves, treedef = jax.tree.flatten(describe(config, dtype=dtype))
+    places = [None] * len(leaves) if shardings is None else treedef.flatten_up_to(shardings)
+
+    def make(leaf: Leaf, key: Array, place: NamedSharding | None) -> Array:
+        value = leaf.init(key, leaf.shape, dtype_of(leaf.dtype))
+        return value if place is None else put(value, place)
+
     keys = jax.random.split(key, len(leaves))
-    made = [leaf.init(k, leaf.shape, dtype_of(leaf.dtype)) for leaf, k in zip(leaves, keys, strict=True)]
-    return treedef.unflatten(made)
+    return treedef.unflatten([make(*each) for each in zip(leaves, keys, places, strict=True)])
 
 
 def abstract_params(config: ModelConfig, *, dtype: str = "float32") -> PyTree:

@@ -15,6 +15,7 @@ from fp4rl_jax.models.params import num_stacked
 from fp4rl_jax.models.routing import Watch
 from fp4rl_jax.objectives.means import add_sums
 from fp4rl_jax.ops.spec import Capture, Side, SiteSpecs
+from fp4rl_jax.parallel import BATCH, constrain
 
 Remat = Literal["none", "layer"]
 
@@ -66,6 +67,7 @@ class Run:
     def body(self, carry: Any, weights: PyTree, scanned: Any) -> tuple[Any, Any]:
         """One layer as a scan body: carry (x, state) -> (carry, ((kept, watched, captured), stats))."""
         x, state = carry
+        x = constrain(x, BATCH, self.side.layout)
         extra, key, hint = scanned
         calls = SiteCalls(
             self.side, key=key, hint=hint, stats=self.stats, watch=self.watch, capture=self.capture

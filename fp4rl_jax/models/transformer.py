@@ -31,6 +31,7 @@ from fp4rl_jax.models.sequences import (
 )
 from fp4rl_jax.models.stack import Remat, Run, run_layers
 from fp4rl_jax.ops.spec import Capture, Side
+from fp4rl_jax.parallel import BATCH, constrain, constrain_rows
 
 
 @struct.dataclass
@@ -69,7 +70,10 @@ class GroupForward:
 
 
 def _embed(fused: PyTree, tokens: Array, side: Side) -> Array:
-    return jnp.take(fused["embed"], tokens, axis=0).astype(dtype_of(side.dtype))  # [..., D]
+    # An uneven split of the rows, which XLA may choose, adds its padding to the gradient of row 0.
+    tokens = constrain(tokens, BATCH, side.layout)
+    x = jnp.take(fused["embed"], tokens, axis=0).astype(dtype_of(side.dtype))  # [..., D]
+    return constrain(x, BATCH, side.layout)
 
 
 def _final_norm(x: Array, fused: PyTree, *, config: ModelConfig, side: Side) -> Array:
@@ -227,6 +231,7 @@ def forward_groups(
     if rows % num:
         raise ValueError(f"{rows} completions do not divide over {num} prompts")
     _check_length(config, width + block)
+    prompts, prompt_mask = constrain_rows((prompts, prompt_mask), side.layout)
 
     def pack(prompt: Array, completion: Array) -> Array:
         return jnp.concatenate(

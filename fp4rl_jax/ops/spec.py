@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Literal, Self, get_args
 
 from fp4rl_jax.arrays import check_name, unknown_name
+from fp4rl_jax.parallel import Layout
 from fp4rl_jax.quantizers import Quantizer, Stochastic
 from fp4rl_jax.quantizers.residual import Correction
 
@@ -246,6 +247,7 @@ class Side:
         kv: quantizer of the KV cache, or None.
         replay: of a mixture's routing. The rollout side records its experts unless "off"; the trainer
             side takes them where "on", and only counts where it would differ where "measure".
+        layout: the mesh that the side's programs run on, or None for one device.
     """
 
     specs: SiteSpecs
@@ -253,6 +255,7 @@ class Side:
     order: Order = "free"
     kv: Quantizer | None = None
     replay: Replay = "off"
+    layout: Layout | None = None
 
     def without_capture(self) -> Self:
         """The same side, recording none of its codes: for samples that no trainer sees."""

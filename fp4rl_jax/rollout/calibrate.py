@@ -16,6 +16,7 @@ from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.models import ModelConfig
 from fp4rl_jax.ops.inputs import Recovered, Seen
 from fp4rl_jax.ops.spec import MatmulSpec, Side
+from fp4rl_jax.parallel import constrain_whole, put_rows
 from fp4rl_jax.quantizers.residual import ChannelStats, Columns, Residual
 from fp4rl_jax.rollout.publish import Calibration, Published, publish
 
@@ -80,7 +81,8 @@ def observe(
         site -> ChannelStats [L, K], and site -> Recovered [L].
     """
     wanted = wanted or side
-    seen = _observe(published.params, jnp.asarray(tokens), jnp.asarray(token_mask), config, side, wanted)
+    given = put_rows((jnp.asarray(tokens), jnp.asarray(token_mask)), side.layout)
+    seen = _observe(published.params, *given, config, side, wanted)
     channels = {site: s.channels for site, s in seen.items() if s.channels is not None}
     return channels, {site: s.recovered for site, s in seen.items() if s.recovered is not None}
 
@@ -112,8 +114,8 @@ def _uncorrected(spec: MatmulSpec) -> MatmulSpec:
 def _observe(
     params: PyTree, tokens: Array, token_mask: Array, config: ModelConfig, side: Side, wanted: Side
 ) -> dict[str, Seen]:
-    return models.forward(
-        params,
+    seen = models.forward(
+        models.in_use(params, config, side, reads="once"),
         tokens,
         config=config,
         side=side,
@@ -121,3 +123,4 @@ def _observe(
         token_mask=token_mask,
         stats=wanted.specs,
     ).stats
+    return constrain_whole(seen, side.layout)

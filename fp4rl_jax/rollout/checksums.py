@@ -24,10 +24,18 @@ def checksum(values: Array) -> Array:
         [] uint32.
     """
     bits = values if values.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(values, jnp.uint32)
-    flat = bits.reshape(-1).astype(jnp.uint32)
-    place = jax.lax.iota(jnp.uint32, flat.size) * jnp.uint32(0x9E3779B1)
+    place = _positions(bits.shape) * jnp.uint32(0x9E3779B1)
     place = (place ^ (place >> 15)) * jnp.uint32(0x85EBCA77) | jnp.uint32(1)
-    return jnp.sum((flat + 1) * place, dtype=jnp.uint32)
+    return jnp.sum((bits.astype(jnp.uint32) + 1) * place, dtype=jnp.uint32)
+
+
+def _positions(shape: tuple[int, ...]) -> Array:
+    """Row-major position of every element modulo 2^32, made where the element lies."""
+    place, stride = jnp.zeros(shape, jnp.uint32), 1
+    for axis in reversed(range(len(shape))):
+        place += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride % 2**32)
+        stride *= shape[axis]
+    return place
 
 
 def qtensor_checksums(q: QTensor) -> dict[str, Array]:

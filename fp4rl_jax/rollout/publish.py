@@ -19,6 +19,7 @@ from fp4rl_jax.arrays import Array, PyTree, dtype_of
 from fp4rl_jax.models import ModelConfig
 from fp4rl_jax.objectives.means import Sums
 from fp4rl_jax.ops.spec import MatmulSpec, Side
+from fp4rl_jax.parallel import constrain_whole
 from fp4rl_jax.qtensor import QTensor
 from fp4rl_jax.quantizers import Quantizer
 from fp4rl_jax.quantizers.residual import ChannelStats
@@ -198,7 +199,9 @@ def _publish(params: PyTree, calibration: Calibration, config: ModelConfig, side
         return packed
 
     fused = models.map_sites(pack, models.fuse(params))
-    return _cast(fused, side), _join_stacks(checksums, jnp.concatenate), _join_stacks(stats, _total), finite
+    fused = models.constrain_params(_cast(fused, side), config, side.layout)
+    found = _join_stacks(checksums, jnp.concatenate), _join_stacks(stats, _total), finite
+    return fused, *constrain_whole(found, side.layout)
 
 
 def _packed(weight: Array, spec: MatmulSpec, seen: ChannelStats | None) -> QTensor | ops.Calibrated:
@@ -248,7 +251,7 @@ def _weight_checksums(params: PyTree, config: ModelConfig, side: Side) -> Checks
         return weight
 
     models.map_sites(scan, models.fuse(params))
-    return _join_stacks(checksums, jnp.concatenate)
+    return constrain_whole(_join_stacks(checksums, jnp.concatenate), side.layout)
 
 
 def _quantized_checksums(weight: Array, *, quantizer: Quantizer) -> dict[str, Array]:

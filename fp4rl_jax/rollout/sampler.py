@@ -22,6 +22,7 @@ from fp4rl_jax.models import ModelConfig, guidance, logprobs, routing
 from fp4rl_jax.objectives.means import add_sums
 from fp4rl_jax.ops import Stats
 from fp4rl_jax.ops.spec import Side
+from fp4rl_jax.parallel import constrain, constrain_whole, put_rows
 from fp4rl_jax.rollout.choose import choose
 from fp4rl_jax.rollout.config import SamplingConfig
 from fp4rl_jax.rollout.publish import Published
@@ -82,10 +83,7 @@ def sample(
         )
     arrays = _sample(
         published.params,
-        prompts,
-        prompt_mask,
-        row_limits,
-        keys,
+        *put_rows((prompts, prompt_mask, row_limits, keys), side.layout),
         config,
         side,
         sampling,
@@ -121,7 +119,7 @@ def _sample(
     stats: Stats,
 ) -> dict[str, PyTree]:
     """The compiled program: the array fields of Rollouts as a dict."""
-    params = models.prepare(params, side)
+    params = models.in_use(models.prepare(params, side), config, side, reads="often")
     prefix, hidden = prefill(params, prompts, prompt_mask, config=config, side=side, stats=stats)
     state = _empty_state(row_limits, prefix, config=config, side=side, sampling=sampling)
     emit = partial(_emit, row_limits=row_limits, keys=keys, side=side, sampling=sampling)
@@ -139,7 +137,7 @@ def _sample(
     )
     nothing = jnp.zeros_like(before[1])
     recorded = _guidance(prefix, state, group_size=group_size) | _candidates(state, prompts.shape[1])
-    return recorded | {
+    found = recorded | {
         "tokens": jnp.concatenate([before[0], state.tokens], axis=1),
         "token_mask": jnp.concatenate([before[1], state.sampled], axis=1),
         "loss_mask": jnp.concatenate([nothing, state.sampled], axis=1),
@@ -147,6 +145,7 @@ def _sample(
         "finished": state.finished,
         "stats": state.stats,
     }
+    return constrain_whole(found, side.layout)
 
 
 def _guidance(prefix: Prefix, state: SamplerState, *, group_size: int) -> dict[str, PyTree]:
@@ -346,6 +345,13 @@ def _emit(
     )
 
 
+def _cache(config: ModelConfig, side: Side, *, num_rows: int, width: int) -> models.KV:
+    """An empty completion cache, rows and heads shared out."""
+    cache = models.new_cache(config, num_rows=num_rows, completion_width=width, dtype=side.dtype)
+    axes = (None, "batch", None, "kv_heads" if side.order == "free" else None)
+    return jax.tree.map(lambda leaf: constrain(leaf, axes, side.layout), cache)
+
+
 def _empty_state(
     row_limits: Array, prefix: Prefix, *, config: ModelConfig, side: Side, sampling: SamplingConfig
 ) -> SamplerState:
@@ -370,7 +376,7 @@ def _empty_state(
         sampled=jnp.zeros((batch, width), bool),
         alive=row_limits > 0,
         finished=jnp.zeros(batch, bool),
-        cache=models.new_cache(config, num_rows=batch, completion_width=width, dtype=side.dtype),
+        cache=_cache(config, side, num_rows=batch, width=width),
         stats=prefix.stats,
         routes=routes,
         captured=captured,

@@ -29,6 +29,7 @@ from fp4rl_jax.runs.metrics import MetricsWriter, UnwrittenMetrics
 #: Dotted keys that a resumed run may change; a trailing ".*" allows a whole section.
 MAY_CHANGE = (
     "loop.steps",
+    "mesh.*",
     *(
         f"run.{name}"
         for name in (

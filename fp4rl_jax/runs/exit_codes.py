@@ -19,6 +19,8 @@ STORAGE = 5
 NON_FINITE = 6
 #: A prompt or a reward of the task is unusable, or no group of its completions teaches anything.
 TASK = 7
+#: The processes of the run did not find each other.
+PROCESSES = 8
 #: SIGTERM or SIGINT arrived, the state was saved: start the same command with `run.resume="must"`.
 SAVED_PLEASE_RESTART = 75
 
@@ -31,5 +33,6 @@ MEANINGS = {
     STORAGE: "the disk refused (full, quota, read-only, failing)",
     NON_FINITE: "too many non-finite updates in a row, or weights that cannot be published",
     TASK: "the task cannot go on: a prompt, a reward, or no group that teaches",
+    PROCESSES: "the processes of the run did not find each other",
     SAVED_PLEASE_RESTART: "interrupted by a signal and saved: please restart",
 }

@@ -29,6 +29,7 @@ _VARIABLES = (
     "NVIDIA_TF32_OVERRIDE",
     "NCCL_ALGO",
     "NCCL_PROTO",
+    "NCCL_NVLS_ENABLE",
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
 )
 _JAX_SETTINGS = ("jax_default_matmul_precision", "jax_enable_x64", "jax_platforms")

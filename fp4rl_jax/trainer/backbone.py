@@ -32,7 +32,7 @@ def backbone(frozen: Flat, *, model: models.ModelConfig, side: Side) -> PyTree:
     head = "embed" if model.tie_embeddings else "head"
     if head in tree:
         found["head"] = models.prepare({head: tree[head]}, side)["head"]
-    return found
+    return models.constrain_params(found, model, side.layout)
 
 
 def _ready(site: str, weight: Any, side: Side) -> Any:

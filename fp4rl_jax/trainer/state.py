@@ -1,5 +1,7 @@
 """The trainer's state: everything that an update reads or writes, as one pytree."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -41,8 +43,14 @@ class TrainState:
         return merge(self.trainable, self.frozen)
 
 
-def init_state(params: PyTree, subset: Subset, config: TrainerConfig) -> TrainState:
+def init_state(
+    params: PyTree, subset: Subset, config: TrainerConfig, *, shardings: PyTree | None = None
+) -> TrainState:
     """Makes the first state from loaded or freshly initialised parameters.
+
+    Args:
+        params: the master tree. subset, config: what is trained, and how it is kept.
+        shardings: where each leaf of the state goes, or None for the parameters' own device.
 
     Raises:
         ValueError: a parameter is not finite; the message gives its path.
@@ -50,7 +58,9 @@ def init_state(params: PyTree, subset: Subset, config: TrainerConfig) -> TrainSt
     for path, leaf in flat(params).items():
         if not bool(jnp.all(jnp.isfinite(leaf))):
             raise ValueError(f"parameter {path} is not finite: refusing to train from it")
-    return _build(params, subset, config)
+    if shardings is None:
+        return _build(params, subset, config)
+    return jax.jit(partial(_build, subset=subset, config=config), out_shardings=shardings)(params)
 
 
 def abstract_state(shapes: PyTree, subset: Subset, config: TrainerConfig) -> TrainState:

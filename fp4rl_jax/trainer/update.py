@@ -21,6 +21,7 @@ from fp4rl_jax.objectives.means import Sums, summed
 from fp4rl_jax.objectives.triage import TriageConfig
 from fp4rl_jax.ops import Stats
 from fp4rl_jax.ops.spec import Side
+from fp4rl_jax.parallel import constrain, constrain_rows, constrain_whole
 from fp4rl_jax.trainer import terms
 from fp4rl_jax.trainer.backbone import backbone, with_backbone
 from fp4rl_jax.trainer.config import TrainerConfig
@@ -125,7 +126,7 @@ def update(
         The next state and the outcome.
     """
     base = _backbone(state, learner) if base is None else base
-    shares = _microbatches(batch, learner.config.microbatch_rows)
+    shares = _microbatches(batch, learner)
     grads, parts = _accumulate(state, base, shares, learner, key=key)
     count = _divisor(jnp.sum(parts.count))
     grads = jax.tree.map(lambda g: g / count, grads)
@@ -147,7 +148,9 @@ def update(
         finite_rows=per_share & jnp.all(jnp.isfinite(parts.logprobs.reshape(batch.tokens.shape)), axis=-1),
         finite_leaves=finite_leaves,
     )
-    return _apply(state, grads, applied, learner), outcome
+    layout = learner.side.layout
+    after = models.constrain_params(_apply(state, grads, applied, learner), learner.model, layout)
+    return after, constrain_whole(outcome, layout)
 
 
 def score_batch(
@@ -166,9 +169,9 @@ def score_batch(
         prompt_width=batch.prompt_width,
         group_size=batch.group_size,
     )
-    shares = _microbatches(asked, learner.config.microbatch_rows)
+    shares = _microbatches(asked, learner)
     found = jax.lax.map(lambda share: _score(fused, share, learner).logprobs, shares)
-    return found.reshape(batch.tokens.shape)
+    return constrain_whole(found.reshape(batch.tokens.shape), learner.side.layout)
 
 
 @struct.dataclass
@@ -184,13 +187,18 @@ class _Parts:
     finite_grads: Array
 
 
-def _microbatches(batch: TrainBatch, rows: int | None) -> TrainBatch:
-    """Reshapes every [B, ...] leaf to [M, rows, ...]; a share of a group is a group of its own."""
-    num_rows = batch.tokens.shape[0]
-    rows = rows or num_rows
+def _microbatches(batch: TrainBatch, learner: Learner) -> TrainBatch:
+    """Reshapes every [B, ...] leaf to [M, rows, ...]; a share of a group is a group of its own.
+
+    On a mesh the rows of every microbatch are shared out, so that no device waits for its turn.
+    """
+    num_rows, layout = batch.tokens.shape[0], learner.side.layout
+    rows = learner.config.microbatch_rows or num_rows
     if num_rows % rows:
         raise ValueError(f"microbatch_rows = {rows} does not divide the batch of {num_rows} rows")
+    batch = constrain_rows(batch, layout)
     shares = jax.tree.map(lambda x: x.reshape(num_rows // rows, rows, *x.shape[1:]), batch)
+    shares = jax.tree.map(lambda x: constrain(x, (None, "batch"), layout), shares)
     return dataclasses.replace(shares, group_size=min(batch.group_size, rows))
 
 
@@ -276,6 +284,7 @@ def _accumulate(
         (_, parts), new = jax.value_and_grad(loss_sum, has_aux=True)(state.trainable, *scanned)
         finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in new.values()]))
         grads = {path: grads[path] + new[path].astype(jnp.float32) for path in grads}
+        grads = models.constrain_params(grads, learner.model, learner.side.layout)
         return grads, dataclasses.replace(parts, finite_grads=finite)
 
     zeros = {path: jnp.zeros(x.shape, jnp.float32) for path, x in state.trainable.items()}

@@ -26,9 +26,18 @@ def test_mesh_has_five_named_axes_of_the_asked_sizes():
 def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="takes 6 devices, there are 8"):
         make_mesh(MeshConfig(data=2, fsdp=3))
-    with pytest.raises(ValueError, match="mesh axis 'expert' must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="mesh axis 'expert' must be at least 1, or -1 for the rest, got 0"):
         MeshConfig(expert=0)
     assert make_mesh(MeshConfig(data=2), devices=jax.devices()[:2]).size == 2
+
+
+def test_one_axis_takes_the_devices_that_the_others_leave():
+    assert MeshConfig(fsdp=-1, tensor=2).resolve(8) == MeshConfig(fsdp=4, tensor=2)
+    assert make_mesh(MeshConfig(data=-1, tensor=2)).shape["data"] == 4
+    with pytest.raises(ValueError, match="fsdp=-1 x tensor=3 .* takes a multiple of 3 devices, there are 8"):
+        MeshConfig(fsdp=-1, tensor=3).resolve(8)
+    with pytest.raises(ValueError, match="one mesh axis may be -1, got data=-1 x fsdp=-1"):
+        MeshConfig(data=-1, fsdp=-1)
 
 
 def test_rules_name_mesh_axes_and_refuse_a_collision():
