@@ -24,7 +24,7 @@ from fp4rl_jax import interchange, models
 from fp4rl_jax.interchange import Loaded
 from fp4rl_jax.models import ModelConfig
 from fp4rl_jax.ops.spec import Side, SideSpec
-from fp4rl_jax.recipes import quads, rollout_resq
+from fp4rl_jax.recipes import baseline_w4a4, quads, rollout_resq
 from fp4rl_jax.rollout import calibrate, publish
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,8 +87,13 @@ def settings() -> dict[str, SideSpec]:
     for fmt in ("hif4", "nvfp4", "mxfp4"):
         for name in ("pattern_2_4", "pairs_4_8", "channels", "tiles_32x64", "dense"):
             found[f"{fmt} {name}"] = rollout_resq.rollout(rollout_resq.Config(format=fmt, selection=name))
+        channels = rollout_resq.Config(format=fmt, selection="channels", scope="static")
+        found[f"{fmt} channels static"] = rollout_resq.rollout(channels)
     for fmt in ("hif4", "mxfp4"):
-        found[f"{fmt} blocks static 0.5"] = quads.rollout(quads.Config(format=fmt))
+        for ratio in PAPER:
+            found[f"{fmt} blocks static {ratio}"] = quads.rollout(quads.Config(format=fmt, ratio=ratio))
+    for method in ("smoothquant", "hadamard", "clamp", "four_over_six"):
+        found[f"nvfp4 {method}"] = baseline_w4a4.rollout(baseline_w4a4.Config(method=method))
     return found
 
 
