@@ -20,7 +20,7 @@ from fp4rl_jax.ops.spec import Order
 
 @struct.dataclass
 class KV:
-    """Keys (after RoPE) and values of cached tokens, [L, B, S, K, C] in the activation dtype."""
+    """Keys (after RoPE) and values of cached tokens, [L, B, K, S, C] in the activation dtype."""
 
     k: Array
     v: Array
@@ -37,9 +37,9 @@ def cache_width(completion_width: int) -> int:
 
 
 def new_cache(config: ModelConfig, *, num_rows: int, completion_width: int, dtype: str) -> KV:
-    """An empty completion cache [L, B, cache_width, K, C]."""
+    """An empty completion cache [L, B, K, cache_width, C]."""
     width = cache_width(completion_width)
-    shape = (config.num_layers, num_rows, width, config.num_kv_heads, config.head_dim)
+    shape = (config.num_layers, num_rows, config.num_kv_heads, width, config.head_dim)
     return KV(k=jnp.zeros(shape, dtype_of(dtype)), v=jnp.zeros(shape, dtype_of(dtype)))
 
 
@@ -64,6 +64,7 @@ class BlockAttention:
     order: Order
 
     def __call__(self, q: Array, k: Array, v: Array, *, extra: Any, state: Any) -> tuple[Array, Any, Any]:
+        k, v = ops.by_head(k), ops.by_head(v)
         own = ops.Segment(k, v, self.own_mask)
         if self.prefix_mask is None:
             out = ops.attention(q, segments=(own,), scale=self.scale, order=self.order)
@@ -85,10 +86,10 @@ class CacheAttention:
 
     def __call__(self, q: Array, k: Array, v: Array, *, extra: Any, state: Any) -> tuple[Array, Any, Any]:
         prefix, index = extra
-        start = (index, 0, self.column, 0, 0)
+        start = (index, 0, 0, self.column, 0)
         state = KV(
-            k=jax.lax.dynamic_update_slice(state.k, k[None].astype(state.k.dtype), start),
-            v=jax.lax.dynamic_update_slice(state.v, v[None].astype(state.v.dtype), start),
+            k=jax.lax.dynamic_update_slice(state.k, ops.by_head(k)[None].astype(state.k.dtype), start),
+            v=jax.lax.dynamic_update_slice(state.v, ops.by_head(v)[None].astype(state.v.dtype), start),
         )
         own = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), state)
         segments = (ops.Segment(own.k, own.v, self.cache_mask),)
@@ -114,7 +115,8 @@ class GroupAttention:
     def __call__(self, q: Array, k: Array, v: Array, *, extra: Any, state: Any) -> tuple[Array, Any, Any]:
         width = self.prompt_mask.shape[1]
         rows, block = self.own_mask.shape[:2]
-        (qp, qc), (kp, kc), (vp, vc) = (_part(x, width, rows, block) for x in (q, k, v))
+        (qp, qc), *keys_values = (_part(x, width, rows, block) for x in (q, k, v))
+        (kp, kc), (vp, vc) = (tuple(map(ops.by_head, parts)) for parts in keys_values)
         prompt = ops.attention(
             qp, segments=(ops.Segment(kp, vp, self.prompt_mask),), scale=self.scale, order=self.order
         )

@@ -117,7 +117,7 @@ def forward(
         token_mask: [B, T] bool; padding is attended to by nobody and never counts.
         prefix: KV of the prompts, with P rows where B = P * group; read, never copied.
         prefix_mask: [P, S] bool, the real columns of `prefix`.
-        cache: completion KV [L, B, S, K, C] into which the block is written.
+        cache: completion KV [L, B, K, S, C] into which the block is written.
         cache_index: [] int32, the column of the block's first token. Columns before it are
             taken to be real.
         segments: [B, T] int32, columns of one value form a sequence of their own; without a cache.
@@ -142,7 +142,7 @@ def forward(
     chex.assert_shape([positions, token_mask], (rows, width))
     _check_pairs(prefix=prefix, prefix_mask=prefix_mask, cache=cache, cache_index=cache_index)
     before = 0 if prefix_mask is None else prefix_mask.shape[1]
-    _check_length(config, before + (width if cache is None else cache.k.shape[2]))
+    _check_length(config, before + (width if cache is None else cache.k.shape[3]))
     seen = None if prefix_mask is None else over_rows(prefix_mask, rows, width)
     scale = config.head_dim**-0.5
     if cache is None:
@@ -153,7 +153,7 @@ def forward(
         extra: Any = prefix
     else:
         column = jnp.asarray(cache_index, jnp.int32)
-        own = jnp.broadcast_to(causal(width, cache.k.shape[2], column), (rows, width, cache.k.shape[2]))
+        own = jnp.broadcast_to(causal(width, cache.k.shape[3], column), (rows, width, cache.k.shape[3]))
         attend = CacheAttention(seen, own, column, scale, side.order)
         extra = (prefix, jnp.arange(config.num_layers))
     run = Run(

@@ -16,7 +16,7 @@ from fp4rl_jax.ops.operands import (
 )
 from fp4rl_jax.ops.report import SiteReport, report
 from fp4rl_jax.ops.rounding import pointwise
-from fp4rl_jax.ops.segments import Segment
+from fp4rl_jax.ops.segments import Segment, by_head
 from fp4rl_jax.ops.spec import HIGH_PRECISION, Capture, MatmulSpec, Side, SideSpec, SiteSpecs
 from fp4rl_jax.ops.stats import Stats, act_stats, error_shares, guided_stats, quant_stats
 
@@ -27,6 +27,7 @@ __all__ = [
     "MatmulSpec",
     "Prepared",
     "Segment",
+    "by_head",
     "Side",
     "SideSpec",
     "SiteReport",

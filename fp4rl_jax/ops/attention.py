@@ -13,7 +13,7 @@ from fp4rl_jax.ops import machine as machines
 from fp4rl_jax.ops.attention_fixed import attention_fixed
 from fp4rl_jax.ops.operands import BFLOAT16, FLOAT32
 from fp4rl_jax.ops.rounding import round_to, settle
-from fp4rl_jax.ops.segments import Segment
+from fp4rl_jax.ops.segments import Segment, by_head
 from fp4rl_jax.ops.spec import Order
 
 
@@ -44,7 +44,7 @@ def attention(
         ValueError: a segment's shapes do not fit the queries.
     """
     if k is not None and v is not None and mask is not None:
-        segments = (Segment(k, v, mask), *segments)
+        segments = (Segment(by_head(k), by_head(v), mask), *segments)
     for segment in segments:
         _check(q, segment)
     if order == "fixed":
@@ -62,7 +62,7 @@ def attention(
 
 def _check(q: Array, segment: Segment) -> None:
     b, t, h, c = q.shape
-    p, s, heads, width = segment.k.shape
+    p, heads, s, width = segment.k.shape
     fits = segment.v.shape == segment.k.shape and segment.mask.shape == (b, t, s)
     if not fits or b % p or h % heads or width != c:
         raise ValueError(
@@ -83,11 +83,11 @@ def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
 def _scores(q: Array, segment: Segment, scale: float) -> Array:
     """[B, K, G, T, S] float32, -inf where masked."""
     b, t, h, c = q.shape
-    p, _, heads, _ = segment.k.shape
+    p, heads, _, _ = segment.k.shape
     dtype = _dot_dtype(q, segment.k)
     grouped = q.reshape(p, b // p, t, heads, h // heads, c).astype(dtype)
     scores = jnp.einsum(
-        "pntkgc,pskc->pkngts",
+        "pntkgc,pksc->pkngts",
         grouped,
         segment.k.astype(dtype),
         precision=_precision(dtype),
@@ -103,10 +103,14 @@ def _mix(weights: Array, segment: Segment, dtype: jnp.dtype) -> Array:
     p = segment.v.shape[0]
     weights = round_to(weights, dtype)
     dot_dtype = _dot_dtype(segment.v) if dtype == BFLOAT16 else FLOAT32
+    v, product = segment.v.astype(dot_dtype), "pnkgts,pksc->pnkgtc"
+    if dot_dtype == BFLOAT16 and machines.current().platform == "cpu":
+        # XLA on a CPU has bfloat16 dots over the last axes alone, and would undo a plain transpose
+        v, product = jax.lax.optimization_barrier(jnp.swapaxes(v, -1, -2)), "pnkgts,pkcs->pnkgtc"
     out = jnp.einsum(
-        "pnkgts,pskc->pnkgtc",
+        product,
         weights.reshape(p, b // p, heads, g, t, s).astype(dot_dtype),
-        segment.v.astype(dot_dtype),
+        v,
         precision=_precision(dot_dtype),
         preferred_element_type=jnp.float32,
     )

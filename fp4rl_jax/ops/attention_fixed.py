@@ -32,24 +32,24 @@ def attention_fixed(q: Array, segments: tuple[Segment, ...], scale: float) -> Ar
 
 
 def _entry(array: Array, index: Array) -> Array:
-    return jax.lax.dynamic_index_in_dim(array, index, keepdims=False)  # [S, K, C]
+    return jax.lax.dynamic_index_in_dim(array, index, keepdims=False)  # [K, S, C]
 
 
 def _one_query(q: Array, keys: list[Array], values: list[Array], masks, scale: float) -> Array:
-    """q [H, C], each of keys and values [S, K, C], each of masks [S] -> [H, C]."""
+    """q [H, C], each of keys and values [K, S, C], each of masks [S] -> [H, C]."""
     h, c = q.shape
-    heads = keys[0].shape[1]
-    k = jnp.concatenate(keys).astype(jnp.float32)
-    v = jnp.concatenate(values).astype(jnp.float32)
+    heads = keys[0].shape[0]
+    k = jnp.concatenate(keys, axis=1).astype(jnp.float32)
+    v = jnp.concatenate(values, axis=1).astype(jnp.float32)
     mask = jnp.concatenate(masks)
     grouped, k, v = optimization_barrier((q.astype(jnp.float32).reshape(heads, h // heads, 1, c), k, v))
-    scores = tree_sum(grouped * jnp.moveaxis(k, 0, 1)[:, None]) * scale  # [K, G, S]
+    scores = tree_sum(grouped * k[:, None]) * scale  # [K, G, S]
     scores = optimization_barrier(jnp.where(mask, scores, -jnp.inf))
     highest = jnp.max(scores, axis=-1, keepdims=True)
     highest = jax.lax.stop_gradient(jnp.where(jnp.isfinite(highest), highest, 0.0))
     weights = optimization_barrier(jnp.exp(optimization_barrier(scores - highest)))
     total = tree_sum(weights)[..., None]
     weights = round_to(weights, q.dtype)
-    mixed = tree_sum(weights[..., None, :] * jnp.moveaxis(v, 0, 2)[:, None])  # [K, G, C]
+    mixed = tree_sum(weights[..., None, :] * jnp.swapaxes(v, 1, 2)[:, None])  # [K, G, C]
     out = mixed / jnp.where(total > 0, total, 1.0)
     return optimization_barrier(settle(out.reshape(h, c), q.dtype))

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
 from fp4rl_jax.arrays import Array
 
 
@@ -9,11 +11,16 @@ class Segment(NamedTuple):
     """Keys and values of one stretch of time.
 
     Attributes:
-        k, v: [P, S, K, C]; B must be a multiple of P, and rows p * B/P .. (p+1) * B/P - 1 of the
-            queries share entry p.
+        k, v: [P, K, S, C], each head's keys together, as its dot reads them; B must be a multiple of
+            P, and rows p * B/P .. (p+1) * B/P - 1 of the queries share entry p.
         mask: [B, T, S] bool, True where a query sees a key.
     """
 
     k: Array
     v: Array
     mask: Array
+
+
+def by_head(x: Array) -> Array:
+    """Keys or values of tokens as a segment holds them: [B, S, K, C] -> [B, K, S, C]."""
+    return jnp.swapaxes(x, 1, 2)

@@ -348,7 +348,7 @@ def _emit(
 def _cache(config: ModelConfig, side: Side, *, num_rows: int, width: int) -> models.KV:
     """An empty completion cache, rows and heads shared out."""
     cache = models.new_cache(config, num_rows=num_rows, completion_width=width, dtype=side.dtype)
-    axes = (None, "batch", None, "kv_heads" if side.order == "free" else None)
+    axes = (None, "batch", "kv_heads" if side.order == "free" else None)
     return jax.tree.map(lambda leaf: constrain(leaf, axes, side.layout), cache)
 
 

@@ -16,22 +16,22 @@ def oracle(q, segments, scale: float) -> np.ndarray:
     def whole(name: str) -> np.ndarray:
         parts = [np.asarray(getattr(s, name), np.float64) for s in segments]
         parts = [np.repeat(part, b // part.shape[0], axis=0) for part in parts]
-        joint = np.concatenate(parts, axis=1)
-        return np.repeat(joint, h // joint.shape[2], axis=2)
+        joint = np.concatenate(parts, axis=2)
+        return np.repeat(joint, h // joint.shape[1], axis=1)
 
     mask = np.concatenate([np.asarray(s.mask) for s in segments], axis=-1)[:, None]
-    scores = np.einsum("bthc,bshc->bhts", q, whole("k")) * scale
+    scores = np.einsum("bthc,bhsc->bhts", q, whole("k")) * scale
     weights = np.where(mask, np.exp(scores), 0.0)
     total = weights.sum(axis=-1, keepdims=True)
     weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
-    return np.einsum("bhts,bshc->bthc", weights, whole("v"))
+    return np.einsum("bhts,bhsc->bthc", weights, whole("v"))
 
 
 def case(rng: np.random.Generator, *, b: int = 6, p: int = 3, t: int = 4, s: int = 7):
     """Six query heads on two key heads; a shared prompt segment and an own causal one."""
     q = jnp.asarray(rng.normal(size=(b, t, 6, 8)), jnp.float32)
-    k, v = (jnp.asarray(rng.normal(size=(p, s, 2, 8)), jnp.float32) for _ in range(2))
-    own_k, own_v = (jnp.asarray(rng.normal(size=(b, t, 2, 8)), jnp.float32) for _ in range(2))
+    k, v = (jnp.asarray(rng.normal(size=(p, 2, s, 8)), jnp.float32) for _ in range(2))
+    own_k, own_v = (jnp.asarray(rng.normal(size=(b, 2, t, 8)), jnp.float32) for _ in range(2))
     seen = jnp.asarray(rng.random((b, t, s)) < 0.7)
     causal = jnp.broadcast_to(jnp.tril(jnp.ones((t, t), bool)), (b, t, t))
     return q, (ops.Segment(k, v, seen), ops.Segment(own_k, own_v, causal))

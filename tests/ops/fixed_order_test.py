@@ -111,7 +111,7 @@ def attention_case(rng: np.random.Generator, dtype, *, b: int, p: int, t: int, h
     h, kv = heads
     q = jnp.asarray(rng.normal(size=(b, t, h, c)), dtype)
     prompt, own = (
-        tuple(jnp.asarray(rng.normal(size=(batch, s, kv, c)), dtype) for _ in range(2))
+        tuple(jnp.asarray(rng.normal(size=(batch, kv, s, c)), dtype) for _ in range(2))
         for batch, s in ((p, 11), (b, t))
     )
     seen = jnp.asarray(rng.random((b, t, 11)) < 0.8)
