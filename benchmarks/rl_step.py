@@ -10,12 +10,15 @@ Model FLOP are 6 a weight and token and those of the attention products, no reco
 """
 
 import argparse
+import collections
 import dataclasses
 import datetime
+import gzip
 import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +72,24 @@ def timed(run: Callable[[], Any], repeats: int) -> tuple[float, float]:
         jax.block_until_ready(run())
         taken.append(time.perf_counter() - start)
     return statistics.median(taken[1:]), taken[0]
+
+
+def kernels(run: Callable[[], Any], most: int = 40) -> dict[str, dict[str, float]]:
+    """The kernels of one call that take longest, {name: milliseconds and launches}, and their sum."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run())
+        (path,) = Path(folder).rglob("*.trace.json.gz")
+        with gzip.open(path) as file:
+            events = json.load(file)["traceEvents"]
+    spent, launches = collections.Counter(), collections.Counter()
+    for event in events:
+        if event.get("ph") == "X" and "hlo_op" in event.get("args", {}):
+            name = f"{event['args']['hlo_op']} {event['name']}"[:120]
+            spent[name] += event["dur"] / 1e3
+            launches[name] += 1
+    found = {name: {"ms": round(ms, 2), "launches": launches[name]} for name, ms in spent.most_common(most)}
+    return {"sum": {"ms": round(spent.total(), 2), "launches": launches.total()}, **found}
 
 
 def peak_gib() -> float | None:
@@ -134,7 +155,7 @@ def rollout_of(
     return call
 
 
-def time_learning(learner: Learner, rollouts: Rollouts, repeats: int) -> dict[str, Any]:
+def time_learning(learner: Learner, rollouts: Rollouts, *, repeats: int, profile: str) -> dict[str, Any]:
     """Scoring and update of one batch; the state is made here and donated from call to call."""
     masters = models.init_params(learner.model, jax.random.key(0), dtype=learner.config.master_dtype)
     held: list[TrainState] = [init_state(masters, learner.subset, learner.config)]
@@ -155,11 +176,13 @@ def time_learning(learner: Learner, rollouts: Rollouts, repeats: int) -> dict[st
         return outcome.loss
 
     found["update"], found["update_first"] = timed(once, repeats)
+    if profile == "on":
+        found["update_kernels"] = kernels(once)
     return found
 
 
 def time_sampling(
-    config: ModelConfig, side: Side, shape: Shape, *, masters: str, repeats: int
+    config: ModelConfig, side: Side, shape: Shape, *, masters: str, repeats: int, profile: str
 ) -> tuple[dict[str, Any], Rollouts]:
     """Publish and rollout of one recipe, and the rollouts."""
     params = models.init_params(config, jax.random.key(0), dtype=masters)
@@ -171,16 +194,20 @@ def time_sampling(
     decoded = shape.rows * (shape.tokens - 1)
     found["decode_tokens_per_second"] = decoded / (found["rollout"] - found["first_token"])
     found["rollout_peak_gib"] = peak_gib()
+    if profile == "on":
+        found["rollout_kernels"] = kernels(lambda: call(shape.tokens).tokens)
     return found, call(shape.tokens)
 
 
 def measure(recipe: str, config: ModelConfig, shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
     """All phases of one recipe."""
     trainer, rollout = sides(recipe, config)
-    found, rollouts = time_sampling(config, rollout, shape, masters=options.masters, repeats=options.repeats)
+    found, rollouts = time_sampling(
+        config, rollout, shape, masters=options.masters, repeats=options.repeats, profile=options.profile
+    )
     if options.phases == "all":
         learner = learner_of(config, trainer, shape, masters=options.masters, remat=options.remat)
-        found |= time_learning(learner, rollouts, options.repeats)
+        found |= time_learning(learner, rollouts, repeats=options.repeats, profile=options.profile)
         found["step"] = found["publish"] + found["rollout"] + found["update"]
         found["step_with_scoring"] = found["step"] + found["score"]
         found["update_model_tflops"] = update_flop(config, shape) / found["update"] / 1e12
@@ -201,6 +228,7 @@ def main() -> None:
     parser.add_argument("--masters", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--remat", choices=("layer", "none"), default="layer")
     parser.add_argument("--phases", choices=("all", "rollout"), default="all")
+    parser.add_argument("--profile", choices=("off", "on"), default="off", help="list the longest kernels")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
