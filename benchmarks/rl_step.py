@@ -155,6 +155,21 @@ def rollout_of(
     return call
 
 
+def drawn_rollouts(config: ModelConfig, shape: Shape) -> Rollouts:
+    """Rollouts of random tokens, where the learning side alone is timed."""
+    size = (shape.rows, shape.prompt_width + shape.tokens)
+    tokens = jax.random.randint(jax.random.key(1), size, 10, config.vocab_size)
+    tokens = tokens.at[:, : shape.prompt_width].set(
+        jnp.repeat(tokens[:: shape.group, : shape.prompt_width], shape.group, axis=0)
+    )
+    return Rollouts(
+        tokens=tokens, token_mask=jnp.ones(size, bool),
+        loss_mask=jnp.broadcast_to(jnp.arange(size[1]) >= shape.prompt_width, size),
+        rollout_logprobs=jnp.zeros(size), finished=jnp.zeros(size[:1], bool),
+        params_version=jnp.int32(0), prompt_width=shape.prompt_width, group_size=shape.group,
+    )  # fmt: skip
+
+
 def time_learning(learner: Learner, rollouts: Rollouts, *, repeats: int, profile: str) -> dict[str, Any]:
     """Scoring and update of one batch; the state is made here and donated from call to call."""
     masters = models.init_params(learner.model, jax.random.key(0), dtype=learner.config.master_dtype)
@@ -202,6 +217,12 @@ def time_sampling(
 def measure(recipe: str, config: ModelConfig, shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
     """All phases of one recipe."""
     trainer, rollout = sides(recipe, config)
+    if options.phases == "learning":
+        learner = learner_of(config, trainer, shape, masters=options.masters, remat=options.remat)
+        rollouts = drawn_rollouts(config, shape)
+        found = time_learning(learner, rollouts, repeats=options.repeats, profile=options.profile)
+        found["update_model_tflops"] = update_flop(config, shape) / found["update"] / 1e12
+        return found | {"peak_gib": peak_gib()}
     found, rollouts = time_sampling(
         config, rollout, shape, masters=options.masters, repeats=options.repeats, profile=options.profile
     )
@@ -227,7 +248,7 @@ def main() -> None:
     parser.add_argument("--microbatch", type=int, default=64)
     parser.add_argument("--masters", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--remat", choices=("layer", "none"), default="layer")
-    parser.add_argument("--phases", choices=("all", "rollout"), default="all")
+    parser.add_argument("--phases", choices=("all", "rollout", "learning"), default="all")
     parser.add_argument("--profile", choices=("off", "on"), default="off", help="list the longest kernels")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)

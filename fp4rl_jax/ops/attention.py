@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fp4rl_jax.arrays import Array
+from fp4rl_jax.ops import attention_cudnn
 from fp4rl_jax.ops import machine as machines
 from fp4rl_jax.ops.attention_fixed import attention_fixed
 from fp4rl_jax.ops.operands import BFLOAT16, FLOAT32
@@ -53,6 +54,8 @@ def attention(
         _check(q, segment)
     if order == "fixed":
         return attention_fixed(q, segments, scale)
+    if attention_cudnn.refusal(q, segments, machines.current()) is None:
+        return attention_cudnn.attention_cudnn(q, segments, scale)
     scores = [_scores(q, segment, scale) for segment in segments]  # each [B, K, G, T, S]
     highest = jnp.max(jnp.stack([s.max(axis=-1) for s in scores]), axis=0)
     highest = jax.lax.stop_gradient(jnp.where(jnp.isfinite(highest), highest, 0.0))

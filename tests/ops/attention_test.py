@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fp4rl_jax import ops
+from fp4rl_jax.ops import attention_cudnn
 from fp4rl_jax.ops.machine import Machine
 
 attention_module = importlib.import_module("fp4rl_jax.ops.attention")  # the name is the function's
@@ -112,6 +113,27 @@ def test_a_gpu_reads_the_keys_of_few_queries_by_sums_that_give_the_same(monkeypa
     traced = str(jax.make_jaxpr(lambda q: ops.attention(q, segments=(prompt, own), scale=0.3))(q))
     assert traced.count("dot_general") == 2  # the prompt's scores and values
     np.testing.assert_allclose(np.asarray(out), oracle(q, (prompt, own), 0.3), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({}, None),
+        ({"t": 8}, "fewer than 16"),
+        ({"c": 12}, "head_dim 12"),
+        ({"dtype": jnp.float32}, "bfloat16"),
+        ({"machine": Machine(platform="cpu")}, "NVIDIA GPU"),
+        ({"machine": Machine(platform="gpu", capability=(7, 5))}, "8.0"),
+    ],
+)
+def test_cudnn_is_chosen_by_static_facts(change, says) -> None:
+    facts = {"t": 32, "c": 64, "dtype": jnp.bfloat16, "machine": Machine(platform="gpu", capability=(9, 0))}
+    facts |= change
+    t, c, dtype = facts["t"], facts["c"], facts["dtype"]
+    q, k = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((2, t, 4, c), (2, 2, t, c)))
+    segment = ops.Segment(k, k, jax.ShapeDtypeStruct((2, t, t), bool))  # pyright: ignore[reportArgumentType]
+    reason = attention_cudnn.refusal(q, (segment,), facts["machine"])  # pyright: ignore[reportArgumentType]
+    assert reason is None if says is None else says in reason
 
 
 def test_segments_that_do_not_fit_are_named(rng: np.random.Generator) -> None:

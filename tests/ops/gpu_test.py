@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fp4rl_jax import formats, ops
+from fp4rl_jax.ops import attention_cudnn
 from fp4rl_jax.ops import machine as machines
 from fp4rl_jax.quantizers import Quantizer
 from pallas_kernels import matmul
@@ -55,6 +56,40 @@ def test_rounding_is_not_skipped_inside_a_program(rng: np.random.Generator) -> N
     x, w = inputs(rng, jnp.bfloat16)
     wide = jax.jit(lambda x, w: ops.matmul(x, w).astype(jnp.float32))(x, w)
     np.testing.assert_array_equal(np.asarray(wide), np.asarray(wide.astype(jnp.bfloat16).astype(jnp.float32)))
+
+
+def test_fused_attention_is_that_of_the_dots(rng: np.random.Generator) -> None:
+    """A block after a shared prompt, with queries that see nothing: values and gradients, to bfloat16.
+
+    Two roundings to 8 bits, as the dots have them, and those of the fused kernel's own probabilities.
+    """
+    b, p, t, s, heads, c = 6, 3, 33, 21, (6, 2), 64
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
+    q, seen = draw(b, t, heads[0], c), jnp.asarray(rng.random((b, t, s)) < 0.7).at[2, 5].set(False)
+    own = jnp.broadcast_to(jnp.tril(jnp.ones((t, t), bool)), (b, t, t)).at[2, 5].set(False)
+    keys = (
+        draw(p, heads[1], s, c),
+        draw(p, heads[1], s, c),
+        draw(b, heads[1], t, c),
+        draw(b, heads[1], t, c),
+    )
+
+    def attend(q, k, v, own_k, own_v):
+        segments = (ops.Segment(k, v, seen), ops.Segment(own_k, own_v, own))
+        return ops.attention(q, segments=segments, scale=c**-0.5)
+
+    def run(*operands):
+        with_slope = lambda *xs: (jnp.sum(jnp.sin(attend(*xs).astype(jnp.float32))), attend(*xs))  # noqa: E731
+        (_, out), slopes = jax.value_and_grad(with_slope, argnums=range(5), has_aux=True)(*operands)
+        return out, *slopes
+
+    assert attention_cudnn.refusal(q, (ops.Segment(*keys[2:], own),), machines.current()) is None
+    fused = jax.jit(run)(q, *keys)
+    wide = jax.jit(run)(*(x.astype(jnp.float32) for x in (q, *keys)))  # refused: through the dots
+    assert not np.any(np.asarray(fused[0][2, 5], np.float32))
+    for got, want in zip(fused, wide, strict=True):
+        limit = 2.0**-8 * (4 * np.abs(np.asarray(want)).max() + np.abs(np.asarray(want)))
+        assert np.all(np.abs(np.asarray(got, np.float64) - np.asarray(want)) <= limit)
 
 
 FP8 = Quantizer(formats.make("fp8_e4m3"))
