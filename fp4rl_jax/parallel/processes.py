@@ -61,6 +61,8 @@ def start(processes: Processes) -> None:
             for the others is ended by jax, which names the ones that are missing.)
     """
     logging.info("%s: joining at %s", processes, processes.coordinator)
+    # jax's own handler of SIGTERM only takes notes: before the loop has set its own, the signal must end us.
+    jax.config.update("jax_enable_preemption_service", False)
     if processes.index:
         _require_listener(processes)
     jax.distributed.initialize(
@@ -71,6 +73,10 @@ def start(processes: Processes) -> None:
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         shutdown_timeout_seconds=SHUTDOWN_SECONDS,
     )
+    if jax.default_backend() == "cpu":
+        # The cache has other keys in other processes, so one would run a stored program beside another's
+        # fresh one, whose collectives may have another order, and Gloo would pair the wrong ones.
+        jax.config.update("jax_enable_compilation_cache", False)
 
 
 def _require_listener(processes: Processes) -> None:
