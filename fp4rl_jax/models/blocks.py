@@ -17,11 +17,13 @@ from fp4rl_jax import ops
 from fp4rl_jax.arrays import Array, PyTree, dtype_of
 from fp4rl_jax.models import guidance, rope, routing
 from fp4rl_jax.models.config import ModelConfig
+from fp4rl_jax.models.dispatch import Dispatch, dispatch
 from fp4rl_jax.models.numerics import add, round_to, sum_last
 from fp4rl_jax.models.params import SITE_PATHS
 from fp4rl_jax.models.placement import constrain_heads, constrain_last
 from fp4rl_jax.ops.inputs import input_stats
 from fp4rl_jax.ops.spec import Capture, MatmulSpec, Order, Side, SiteSpecs
+from fp4rl_jax.parallel import BATCH, constrain
 
 #: What quantization loses is counted; specs make the statistics of inputs that those specs ask for.
 Stats = ops.Stats | SiteSpecs
@@ -101,16 +103,15 @@ class SiteCalls:
         x: Array,
         weight: Any,
         *,
-        group_sizes: Array,
-        mask: Array,
+        to: Dispatch,
         hint: PyTree = None,
     ) -> Array:
-        """`ops.grouped_matmul` of this site: x [M, K] sorted by expert, weight [E, N, K] -> [M, N].
+        """`ops.grouped_matmul` of this site: x [R, K], weight [E, N, K] -> [R, N].
 
-        The hint is in the order of the rows.
+        Rows, those of the hint too, are where `to` brought them.
         """
-        spec, order = self._observe(site, x, weight, mask=mask, hint=hint), self.side.order
-        return ops.grouped_matmul(x, weight, group_sizes, spec, order=order, key=self._key(site), hint=hint)
+        spec, order = self._observe(site, x, weight, mask=to.counted, hint=hint), self.side.order
+        return to.matmul(x, weight, spec, order=order, key=self._key(site), hint=hint)
 
     def norm(self, x: Array, weight: Array, eps: float) -> Array:
         """`ops.rms_norm` over the last axis."""
@@ -246,9 +247,9 @@ def _mlp(h: Array, weights: PyTree, calls: SiteCalls, *, mask: Array) -> Array:
 
 
 def _experts(h: Array, weights: PyTree, calls: SiteCalls, *, mask: Array, config: ModelConfig) -> Array:
-    """Dropless mixture: tokens sorted by expert, one grouped matmul for each projection.
+    """Dropless mixture: rows sorted by expert, one grouped matmul for each projection.
 
-    Padding tokens are sent to a place after the last expert, which no group counts.
+    Padding tokens choose a place after the last expert, which no group counts.
     """
     flat = h.reshape(-1, h.shape[-1])  # [M, D]
     real = jnp.broadcast_to(mask, h.shape[:-1]).reshape(-1)
@@ -258,26 +259,19 @@ def _experts(h: Array, weights: PyTree, calls: SiteCalls, *, mask: Array, config
     routes = routing.route(
         flat, weights["router"], config=config, order=order, record=record, replay=calls.side.replay
     )
-    chosen = jnp.where(real[:, None], routes.experts, config.num_experts).reshape(-1)  # [M * A]
-    by_expert = jnp.argsort(chosen, stable=True)
-    group_sizes = jnp.bincount(chosen, length=config.num_experts + 1)[:-1].astype(jnp.int32)
+    chosen = jnp.where(real[:, None], routes.experts, config.num_experts)  # [M, A]
+    to = dispatch(chosen, num_experts=config.num_experts, side=calls.side)
     if calls.watch != "off":
-        watched = routing.watch(routes, real, group_sizes, record, what=calls.watch)
+        watched = routing.watch(routes, real, to.group_sizes, record, what=calls.watch)
         shape = (*h.shape[:-1], active)
         calls.watched = dataclasses.replace(watched, experts=watched.experts.reshape(shape))
-    counted = jnp.arange(chosen.size) < jnp.sum(group_sizes)
-    source = by_expert // active  # the token of each row
-    rows = jnp.where(counted[:, None], flat[source], 0)
     hint = calls.hint.get("experts/gate_up")
     calls.record("experts/gate_up", h, hint)
-    hint = guidance.of_rows(hint, source)
-    y = calls.grouped(
-        "experts/gate_up", rows, weights["gate_up"], group_sizes=group_sizes, mask=counted, hint=hint
-    )
-    y = calls.grouped("experts/down", _gate(y, order), weights["down"], group_sizes=group_sizes, mask=counted)
-    y = jnp.where(counted[:, None], y, 0)
-    y = y[jnp.argsort(by_expert)].reshape(-1, active, h.shape[-1])  # [M, A, D]
+    rows, hint = to.rows((flat, guidance.of_tokens(hint)))
+    y = calls.grouped("experts/gate_up", rows, weights["gate_up"], to=to, hint=hint)
+    y = calls.grouped("experts/down", _gate(y, order), weights["down"], to=to)
+    y = to.back(y)  # [M, A, D]
     gates = jnp.broadcast_to(routes.gates[..., None], y.shape)
     parts = ops.pointwise(jnp.multiply, y.astype(jnp.float32), gates, order=order)
     mixed = sum_last(jnp.moveaxis(parts, 1, -1), order=order)
-    return round_to(mixed, h.dtype).reshape(h.shape)
+    return constrain(round_to(mixed, h.dtype).reshape(h.shape), BATCH, calls.side.layout)

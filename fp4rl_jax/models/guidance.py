@@ -142,6 +142,6 @@ def of_layers(hint: dict[str, PyTree], num_layers: int, *, first: int, last: int
     }
 
 
-def of_rows(hint: PyTree, rows: Array) -> PyTree:
-    """A site's hints [..., K] for rows [M] int32 of its flattened tokens: leaves [M, ...]."""
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1])[rows], hint)
+def of_tokens(hint: PyTree) -> PyTree:
+    """A site's hints [..., K] by its flattened tokens: leaves [M, K]."""
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), hint)

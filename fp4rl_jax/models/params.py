@@ -197,10 +197,15 @@ def abstract_params(config: ModelConfig, *, dtype: str = "float32") -> PyTree:
 def shardings(config: ModelConfig, mesh: Mesh, *, rules: Rules = DEFAULT_RULES) -> PyTree:
     """The master tree as NamedShardings on `mesh`, from each leaf's logical axes.
 
+    Experts that do not divide are stored whole on every device that shares them out; their rows are computed
+    apart all the same (`models.dispatch`).
+
     Raises:
-        ValueError: a dimension does not divide over the devices that share it; the message names
+        ValueError: another dimension does not divide over the devices that share it; the message names
             leaf, axis and sizes.
     """
+    if config.num_experts % rules.parts("experts", mesh):
+        rules = dataclasses.replace(rules, experts=())
 
     def one(path: Any, leaf: Leaf) -> NamedSharding:
         sharding = named_sharding(mesh, leaf.axes, rules=rules)

@@ -125,7 +125,7 @@ def route(
 
 
 def watch(routes: Routes, real: Array, group_sizes: Array, record: Array | None, *, what: Watch) -> Watched:
-    """What is reported of a layer's routing; `real` [M] bool, `group_sizes` [E] of the grouped matmuls."""
+    """What is reported of a layer's routing; `real` [M] bool, `group_sizes` those of the grouped matmuls."""
     if what != "all":
         return Watched(experts=routes.experts)
     probs = jax.nn.softmax(routes.scores, axis=-1)

@@ -1,5 +1,6 @@
 """Mesh, logical-axis rules and the shardings that follow from them."""
 
+from fp4rl_jax.parallel.exchange import Exchange
 from fp4rl_jax.parallel.layout import (
     Layout,
     constrain,
@@ -33,6 +34,7 @@ __all__ = [
     "DEFAULT_RULES",
     "HEARTBEAT_SECONDS",
     "MESH_AXES",
+    "Exchange",
     "Layout",
     "MeshConfig",
     "ProcessError",

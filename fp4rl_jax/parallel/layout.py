@@ -45,8 +45,8 @@ class Layout:
 
     @property
     def rows_only(self) -> "Layout":
-        """Rows are shared out and nothing else is: no sum is ever split."""
-        kept = {"batch": self.rules.batch}
+        """Rows and whole experts are shared out and nothing else is: no sum is ever split."""
+        kept = {"batch": self.rules.batch, "experts": self.rules.experts}
         none = {field.name: () for field in dataclasses.fields(Rules) if field.name not in kept}
         return dataclasses.replace(self, rules=Rules(**none, **kept))
 

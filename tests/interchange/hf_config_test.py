@@ -148,7 +148,9 @@ def test_family_fields_that_are_not_honoured_are_named(name: str, change: dict, 
         model_config(_fields(name) | change)
 
 
-@pytest.mark.parametrize("name", ["tiny_llama", "tiny_llama3", "tiny_qwen2", "tiny_qwen3", "tiny_qwen3_moe"])
+@pytest.mark.parametrize(
+    "name", ["tiny_llama", "tiny_llama3", "tiny_qwen2", "tiny_qwen3", "tiny_qwen3_moe", "tiny_mixtral"]
+)
 def test_what_is_written_reads_back_equal(name: str) -> None:
     config = model_config(_fields(name))
     assert model_config(json.loads(json.dumps(config_fields(config)))) == config

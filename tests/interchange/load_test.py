@@ -14,11 +14,11 @@ from safetensors.numpy import load_file, save_file
 
 from fp4rl_jax import interchange, models
 from fp4rl_jax.interchange import CheckpointError
-from fp4rl_jax.interchange.naming import HF_NAMES, leaf_paths, pieces
+from fp4rl_jax.interchange.naming import hf_names, leaf_paths, pieces
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2"
-TINY = ("tiny_llama", "tiny_llama3", "tiny_qwen2", "tiny_qwen3", "tiny_qwen3_moe")
+TINY = ("tiny_llama", "tiny_llama3", "tiny_qwen2", "tiny_qwen3", "tiny_qwen3_moe", "tiny_mixtral")
 
 
 def _stored(folder: Path) -> dict[str, np.ndarray]:
@@ -42,7 +42,7 @@ def test_every_stored_value_lands_in_its_place(name: str) -> None:
     used = set()
     leaves = dict(leaf_paths(loaded.params))
     for path, leaf in leaf_paths(models.describe(loaded.config)):
-        for piece in pieces(path, leaf, names=HF_NAMES):
+        for piece in pieces(path, leaf, names=hf_names(loaded.config.family)):
             value = np.asarray(leaves[path])[piece.index]
             np.testing.assert_array_equal(value, stored[piece.name].astype(np.float32))
             used.add(piece.name)

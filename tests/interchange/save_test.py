@@ -15,7 +15,7 @@ from fp4rl_jax.interchange import CheckpointError
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2"
-TINY = ("tiny_llama", "tiny_llama3", "tiny_qwen2", "tiny_qwen3", "tiny_qwen3_moe")
+TINY = ("tiny_llama", "tiny_llama3", "tiny_qwen2", "tiny_qwen3", "tiny_qwen3_moe", "tiny_mixtral")
 
 
 def _equal(a, b) -> None:

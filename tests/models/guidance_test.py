@@ -112,7 +112,8 @@ def test_groups_microbatches_and_layers_cut_a_record_of_several_leaves_alike(rng
     assert shallow.keys() == {"router"}
     np.testing.assert_array_equal(deep["router"], whole["router"][1:])
     jax.tree.map(np.testing.assert_array_equal, deep["mlp/gate_up"], whole["mlp/gate_up"])
-    rows = guidance.of_rows(jax.tree.map(lambda leaf: leaf[0], deep["mlp/gate_up"]), jnp.array([23, 0]))
+    flat = guidance.of_tokens(jax.tree.map(lambda leaf: leaf[0], deep["mlp/gate_up"]))
+    rows = jax.tree.map(lambda leaf: leaf[jnp.array([23, 0])], flat)
     flat = whole["mlp/gate_up"].scales[0].reshape(-1, 2)
     np.testing.assert_array_equal(rows.scales, flat[np.array([23, 0])])
 

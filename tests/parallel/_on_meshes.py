@@ -1,4 +1,4 @@
-"""What one mesh gives beside one device, as JSON: `_on_meshes.py dense|moe FOLDER`.
+"""What one mesh gives beside one device, as JSON: `_on_meshes.py dense|moe|moe_uneven FOLDER`.
 
 Run in a process of its own, which sets the simulated devices before jax starts. The masters are the same
 bits on both sides of every comparison. Prints nothing; writes FOLDER/found.json.
@@ -54,9 +54,11 @@ MODELS = {
         d_expert=128, **COMMON,
     ),
 }  # fmt: skip
+MODELS["moe_uneven"] = dataclasses.replace(MODELS["moe"], num_experts=3)  # over two devices
 MESHES = {
     "dense": (MeshConfig(data=2, fsdp=2, tensor=2), MeshConfig(data=4, fsdp=2)),
     "moe": (MeshConfig(data=2, tensor=2, expert=2), MeshConfig(fsdp=4, expert=2)),
+    "moe_uneven": (MeshConfig(data=2, tensor=2, expert=2), MeshConfig(fsdp=2, expert=4)),
 }
 UNIT = 2.0**-24  # half a unit in the last place of float32
 CAP, NOISE = 2.0, 1e-2

@@ -1,7 +1,7 @@
 """Eight simulated devices beside one, from the same masters: what is equal, and what is bounded.
 
 `_on_meshes.py` computes, once for each mesh and in a process of its own: (data, fsdp, tensor) = (2, 2, 2) for
-a dense model, (data, tensor, expert) = (2, 2, 2) for a mixture.
+a dense model, (data, tensor, expert) = (2, 2, 2) for mixtures of four experts and of three.
 """
 
 import json
@@ -21,7 +21,7 @@ FLAGS = "--xla_force_host_platform_device_count=8 --xla_cpu_multi_thread_eigen=f
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["dense", "moe"])
+@pytest.fixture(scope="module", params=["dense", "moe", "moe_uneven"])
 def found(request, tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp(request.param)
     cache = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax")}
