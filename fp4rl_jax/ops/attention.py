@@ -17,10 +17,6 @@ from fp4rl_jax.ops.rounding import round_to, settle
 from fp4rl_jax.ops.segments import Segment, by_head
 from fp4rl_jax.ops.spec import Order
 
-#: Queries of one key up to which a GPU multiplies and sums instead of calling a dot: a dot's operand
-#: is copied out of the stacked cache first, which costs more than reading it.
-STREAMED_QUERIES = 8
-
 
 def attention(
     q: Array,
@@ -87,29 +83,19 @@ def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if dtype == FLOAT32 else None
 
 
-def _is_streamed(queries: int) -> bool:
-    """Whether keys with so many queries each are read by a fused sum and not by a dot."""
-    return machines.current().platform == "gpu" and queries <= STREAMED_QUERIES
-
-
 def _scores(q: Array, segment: Segment, scale: float) -> Array:
     """[B, K, G, T, S] float32, -inf where masked."""
     b, t, h, c = q.shape
     p, heads, _, _ = segment.k.shape
-    grouped = q.reshape(p, b // p, t, heads, h // heads, c)
-    if _is_streamed(b // p * t * (h // heads)):
-        alone = jax.lax.optimization_barrier(jnp.einsum("pntkgc->pkngtc", grouped).astype(FLOAT32))
-        keys = segment.k[:, :, None, None, None].astype(FLOAT32)
-        scores = jnp.sum(alone[..., None, :] * keys, axis=-1)
-    else:
-        dtype = _dot_dtype(q, segment.k)
-        scores = jnp.einsum(
-            "pntkgc,pksc->pkngts",
-            grouped.astype(dtype),
-            segment.k.astype(dtype),
-            precision=_precision(dtype),
-            preferred_element_type=jnp.float32,
-        )  # [P, K, B/P, G, T, S]
+    dtype = _dot_dtype(q, segment.k)
+    grouped = q.reshape(p, b // p, t, heads, h // heads, c).astype(dtype)
+    scores = jnp.einsum(
+        "pntkgc,pksc->pkngts",
+        grouped,
+        segment.k.astype(dtype),
+        precision=_precision(dtype),
+        preferred_element_type=jnp.float32,
+    )  # [P, K, B/P, G, T, S]
     scores = jnp.moveaxis(scores, 1, 2).reshape(b, heads, h // heads, t, -1) * scale
     return jnp.where(segment.mask[:, None, None], scores, -jnp.inf)
 
@@ -119,10 +105,6 @@ def _mix(weights: Array, segment: Segment, dtype: jnp.dtype) -> Array:
     b, heads, g, t, s = weights.shape
     p = segment.v.shape[0]
     weights = round_to(weights, dtype).reshape(p, b // p, heads, g, t, s)
-    if _is_streamed(b // p * t * g):
-        weights = jax.lax.optimization_barrier(weights)
-        values = segment.v[:, None, :, None, None].astype(FLOAT32)
-        return jnp.sum(weights[..., None] * values, axis=-2).reshape(b, heads, g, t, -1)
     dot_dtype = _dot_dtype(segment.v) if dtype == BFLOAT16 else FLOAT32
     v, product = segment.v.astype(dot_dtype), "pnkgts,pksc->pnkgtc"
     if dot_dtype == BFLOAT16 and machines.current().platform == "cpu":

@@ -1,7 +1,5 @@
 """Attention against a float64 oracle: grouped queries, shared segments, masks, empty rows."""
 
-import importlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +8,6 @@ import pytest
 from fp4rl_jax import ops
 from fp4rl_jax.ops import attention_cudnn
 from fp4rl_jax.ops.machine import Machine
-
-attention_module = importlib.import_module("fp4rl_jax.ops.attention")  # the name is the function's
 
 
 def oracle(q, segments, scale: float) -> np.ndarray:
@@ -101,18 +97,6 @@ def test_bfloat16_output_is_near_the_oracle(rng: np.random.Generator) -> None:
     expected = oracle(*jax.tree.map(lambda a: np.asarray(a, np.float32), narrow), 0.3)
     limit = 2.0**-8 * (2 * np.abs(np.asarray(segments[0].v)).max() + np.abs(expected))
     assert np.all(np.abs(np.asarray(out, np.float64) - expected) <= limit)
-
-
-def test_a_gpu_reads_the_keys_of_few_queries_by_sums_that_give_the_same(monkeypatch, rng) -> None:
-    """One new token a row, as in decoding; the prompt's keys have more queries and go through a dot."""
-    q, (prompt, own) = case(rng, t=1, s=5)
-    own = own._replace(**{name: jnp.repeat(getattr(own, name), 4, axis=2) for name in ("k", "v", "mask")})
-    monkeypatch.setattr(attention_module.machines, "current", lambda: Machine(platform="gpu"))
-    monkeypatch.setattr(attention_module, "STREAMED_QUERIES", 3)
-    out = ops.attention(q, segments=(prompt, own), scale=0.3)
-    traced = str(jax.make_jaxpr(lambda q: ops.attention(q, segments=(prompt, own), scale=0.3))(q))
-    assert traced.count("dot_general") == 2  # the prompt's scores and values
-    np.testing.assert_allclose(np.asarray(out), oracle(q, (prompt, own), 0.3), rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize(
