@@ -27,7 +27,9 @@ from fp4rl_jax.configuring import (
 )
 from fp4rl_jax.configuring import validate as validate_sections
 from fp4rl_jax.data.supervised import SftConfig
+from fp4rl_jax.loop import engine_gap
 from fp4rl_jax.loop.config import EvalConfig, LoopConfig
+from fp4rl_jax.loop.engine_gap import EngineGap
 from fp4rl_jax.models.config import ModelConfig, MoeConfig, sites
 from fp4rl_jax.objectives.triage import TriageConfig
 from fp4rl_jax.ops.config import OpsConfig
@@ -59,8 +61,14 @@ class ModelSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything that a run is made of; frozen, hashable, equal by value."""
+    """Everything that a run is made of; frozen, hashable, equal by value.
 
+    Attributes:
+        engine_gap: by what the two sides' engines differ; see `loop.engine_gap`.
+        The rest are sections, each described where it is defined.
+    """
+
+    engine_gap: EngineGap = "none"
     run: RunConfig = RunConfig()
     model: ModelSection = ModelSection()
     moe: MoeConfig = MoeConfig()
@@ -94,7 +102,7 @@ def load(files: Sequence[str] = (), overrides: Sequence[str] = ()) -> Config:
     values, notices = merge_layers(Config, [*map(read_file, files), words])
     for line in notices:
         logging.warning("%s", line)
-    config = build(Config, values)
+    config = engine_gap.resolved(build(Config, values), values)
     validate(config)
     return config
 
@@ -114,6 +122,8 @@ def validate(config: Config) -> None:
         ConfigError: names the dotted path and the numbers that do not fit together.
     """
     validate_sections(config, root=config)
+    with checking(""):
+        engine_gap.check(config)
     plugin = config.algorithm
     with checking("algorithm"):
         plugin.module.validate(plugin.config, group_size=config.loop.group_size)

@@ -15,7 +15,7 @@ CI = str(ROOT / "configs" / "ci" / "grpo.toml")
 
 def test_the_defaults_build_without_a_file() -> None:
     assert config.load() == config.Config()
-    assert json.loads(config.dump(config.Config()))["recipe"] == {"name": "bf16"}
+    assert json.loads(config.dump(config.Config()))["recipe"] == {"name": "bf16", "kv": "none"}
 
 
 @pytest.mark.parametrize("name", plugins.names(recipes))
@@ -24,6 +24,54 @@ def test_any_recipe_goes_over_a_ci_config(name: str) -> None:
     assert (built.recipe.trainer.name, built.recipe.rollout.name) == (name, name)
     assert built == config.load([CI], [f"recipe.name={name}"])
     assert hash(built) == hash(config.load([CI], [f"recipe.name={name}"]))
+
+
+GAPS = [
+    ([], ("bfloat16", "bfloat16", None)),
+    (["engine_gap=dtype"], ("float32", "bfloat16", None)),
+    (["engine_gap=dtype", "trainer.dtype=float32", "trainer.microbatch_rows=8"], ("float32", "bfloat16", 8)),
+    (["engine_gap=rows"], ("bfloat16", "bfloat16", 8)),  # one group at a time
+    (["engine_gap=rows", "loop.num_prompts=1"], ("bfloat16", "bfloat16", 4)),
+    (["engine_gap=rows", "trainer.microbatch_rows=16"], ("bfloat16", "bfloat16", 16)),
+    (["engine_gap=rows", "trainer.dtype=float32", "rollout.dtype=float32"], ("float32", "float32", 8)),
+]
+
+
+@pytest.mark.parametrize(("overrides", "expected"), GAPS)
+def test_a_declared_engine_gap_becomes_settings(overrides, expected, tmp_path) -> None:
+    """Dtype of trainer and rollout, and the trainer's rows; the resolved configuration loads as itself."""
+    found = config.load([], ["loop.group_size=8", *overrides])
+    assert (found.trainer.dtype, found.rollout.dtype, found.trainer.microbatch_rows) == expected
+    (tmp_path / "config.json").write_text(config.dump(found))
+    assert config.load([str(tmp_path / "config.json")]) == found
+
+
+CONTRADICTIONS = [
+    (["trainer.dtype=float32"], "engine_gap = 'none': expected one dtype on both sides"),
+    (
+        ["trainer.microbatch_rows=8"],
+        "expected trainer.microbatch_rows = none or all 64 rows of an update, got 8",
+    ),
+    (["engine_gap=dtype", "trainer.dtype=bfloat16"], "expected trainer.dtype = 'float32', got 'bfloat16'"),
+    (["engine_gap=dtype", "rollout.dtype=float32"], "expected rollout.dtype = 'bfloat16', got 'float32'"),
+    (["engine_gap=rows", "trainer.dtype=float32"], "engine_gap = 'rows': expected one dtype"),
+    (["engine_gap=rows", "trainer.microbatch_rows=64"], "below the 64 rows of an update, got 64"),
+    (
+        ["engine_gap=rows", "loop.num_prompts=1", "loop.group_size=1"],
+        "below the 1 rows of an update, got None",
+    ),
+    (["engine_gap=rows", "ops.order=fixed"], "there would be no gap"),
+    (["engine_gap=row"], "engine_gap: unknown value 'row': did you mean 'rows'"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), CONTRADICTIONS)
+def test_settings_that_contradict_the_gap_are_refused(overrides, message) -> None:
+    with pytest.raises(config.ConfigError) as raised:
+        config.load(
+            [], ["loop.num_prompts=8", "loop.group_size=8", "algorithm.name=reinforce_pp", *overrides]
+        )
+    assert message in str(raised.value)
 
 
 @pytest.mark.parametrize("name", plugins.names(algorithms))

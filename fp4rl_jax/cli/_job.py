@@ -67,12 +67,12 @@ def sides(config: Config, model: models.ModelConfig, layout: Layout | None = Non
     order, replay = config.ops.order, config.moe.replay
     config.moe.require(model)
     specs, other = ours.resolve(names), theirs.resolve(names)
-    guidance.check_guidance(specs, other)
     common: dict[str, Any] = {"order": order, "replay": replay, "layout": layout}
     found = Sides(
         trainer=Side(specs=specs, dtype=config.trainer.dtype, kv=ours.kv, **common),
         rollout=Side(specs=other, dtype=config.rollout.dtype, kv=theirs.kv, **common),
     )
+    guidance.check_guidance(found.trainer, found.rollout)
     for name, side in (("trainer", found.trainer), ("rollout", found.rollout)):
         models.require_whole_blocks(model, side, name=name)
     return found

@@ -11,6 +11,7 @@ import numpy as np
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.batch import TrainBatch
 from fp4rl_jax.loop.collect import Collected
+from fp4rl_jax.models.guidance import bytes_per_token
 from fp4rl_jax.objectives.means import Sums, add_sums, merge
 from fp4rl_jax.objectives.mismatch import mismatch_metrics
 from fp4rl_jax.objectives.triage import asymmetry_metrics, delta_of
@@ -38,8 +39,7 @@ def rollout_row(collected: Collected) -> Row:
     }
     row |= {f"reward/{name}": float(values.mean()) for name, values in collected.parts.items()}
     if collected.rollouts.guidance:
-        leaves = jax.tree.leaves(collected.rollouts.guidance)  # [B, T, ...] each
-        row["guidance_bytes_per_token"] = sum(x.nbytes / (x.shape[0] * x.shape[1]) for x in leaves)
+        row["guidance_bytes_per_token"] = bytes_per_token(collected.rollouts.guidance)
     return row | quant_row("rollout", collected.rollouts.stats)
 
 

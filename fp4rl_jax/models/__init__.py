@@ -1,6 +1,7 @@
 """Decoders: tokens to hidden states, logits and log-probabilities."""
 
 from fp4rl_jax.models.config import FAMILIES, ModelConfig, MoeConfig, RopeScaling, num_parameters, sites
+from fp4rl_jax.models.kv import KV, cache_width, new_cache
 from fp4rl_jax.models.logprobs import (
     Scores,
     logits,
@@ -31,7 +32,7 @@ from fp4rl_jax.models.placement import (
     params_shardings,
     require_whole_blocks,
 )
-from fp4rl_jax.models.sequences import KV, cache_width, new_cache, positions_of
+from fp4rl_jax.models.sequences import positions_of
 from fp4rl_jax.models.transformer import Forward, GroupForward, forward, forward_groups
 
 __all__ = [

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from fp4rl_jax import ops
 from fp4rl_jax.arrays import Array, PyTree, dtype_of
-from fp4rl_jax.models import guidance, rope, routing
+from fp4rl_jax.models import guidance, kv, rope, routing
 from fp4rl_jax.models.config import ModelConfig
 from fp4rl_jax.models.dispatch import Dispatch, dispatch
 from fp4rl_jax.models.numerics import add, round_to, sum_last
@@ -35,7 +35,8 @@ class Attend(Protocol):
     """Attention over whatever sequences the tokens of a call form.
 
     Args:
-        q: [..., H, C], k, v: [..., K, C], all in the activation dtype, RoPE applied.
+        q: [..., H, C] in the activation dtype, RoPE applied.
+        cached: keys and values [..., K, C] likewise, and what the cache makes of them.
         extra: this layer's slice of what was scanned along with the weights.
         state: carried from layer to layer (a KV cache), or None.
 
@@ -44,7 +45,7 @@ class Attend(Protocol):
     """
 
     def __call__(
-        self, q: Array, k: Array, v: Array, *, extra: PyTree, state: PyTree
+        self, q: Array, cached: kv.Cached, /, *, extra: PyTree, state: PyTree
     ) -> tuple[Array, PyTree, PyTree]: ...
 
 
@@ -126,6 +127,17 @@ class SiteCalls:
         key = _fold(self._key(site), 0)
         self.captured[site] = guidance.record(x, act, form=self.capture.form, key=key, hint=hint)
 
+    def cached(self, k: Array, v: Array, *, mask: Array) -> kv.Cached:
+        """Keys and values [B, T, K, C] as this side's cache has them; captured where that is asked for."""
+        found = kv.cached(k, v, self.side.kv, scales=self.hint.get(kv.SCALES), record=self.hint.get(kv.NAME))
+        if self.capture is not None and self.capture.kv is not None:
+            self.captured[kv.NAME] = found.record(self.capture.kv)
+        if isinstance(self.stats, SiteSpecs):
+            self.found[kv.NAME] = kv.magnitudes(k, v, mask)
+        elif self.stats != "off" and found.quantizer is not None:
+            self.found[kv.NAME] = found.stats(mask=mask, stats=self.stats)
+        return found
+
     def _key(self, site: str) -> Array | None:
         return None if self.key is None else jax.random.fold_in(self.key, _SITE_INDEX[site])
 
@@ -196,7 +208,7 @@ def layer(
     """
     h = calls.norm(x, weights["attn_norm"], config.rms_eps)
     q, k, v = _project(h, weights["attn"], calls, tokens=tokens, config=config)
-    out, kept, state = attend(q, k, v, extra=extra, state=state)
+    out, kept, state = attend(q, calls.cached(k, v, mask=tokens.mask), extra=extra, state=state)
     out = out.reshape(*out.shape[:-2], -1)  # [..., H * C]
     x = add(x, calls.matmul("attn/out", out, weights["attn"]["out"], mask=tokens.mask))
     h = calls.norm(x, weights["mlp_norm"], config.rms_eps)
@@ -224,9 +236,6 @@ def _project(
     k = round_to(rope.rotate(k, tokens.cos, tokens.sin, order=calls.side.order), calls.dtype)
     q = constrain_heads(q, "heads", calls.side)
     k, v = (constrain_heads(x, "kv_heads", calls.side) for x in (k, v))
-    if calls.side.kv is not None:  # emulated: the cache holds the dequantized values
-        k = calls.side.kv.fake_quantize(k, axis=-1).astype(calls.dtype)
-        v = calls.side.kv.fake_quantize(v, axis=-1).astype(calls.dtype)
     return q, k, v
 
 

@@ -5,16 +5,15 @@ a token took (`routing`), or the codes and scales of a site's input. A record ma
 the model has; they are then the deepest ones.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 
 from fp4rl_jax import ops
 from fp4rl_jax.arrays import Array, PyTree
+from fp4rl_jax.models import kv
 from fp4rl_jax.models.config import ModelConfig
 from fp4rl_jax.models.params import site_shapes
-from fp4rl_jax.ops.spec import Capture, SiteSpecs
+from fp4rl_jax.ops.spec import Capture, Side, SiteSpecs
 from fp4rl_jax.qtensor import QTensor
 from fp4rl_jax.quantizers import Hint, Quantizer, compact
 
@@ -36,19 +35,24 @@ def check_capture(specs: SiteSpecs) -> None:
             )
 
 
-def check_guidance(trainer: SiteSpecs, rollout: SiteSpecs) -> None:
+def check_guidance(trainer: Side, rollout: Side) -> None:
     """Refuses a pair whose trainer is guided by codes of another format.
 
     Raises:
-        ValueError: naming the site and both formats.
+        ValueError: naming the site, or the KV cache, and both formats.
     """
-    check_capture(rollout)
-    for site in rollout.capture.sites if rollout.capture is not None else ():
-        ours, theirs = trainer[site].act, rollout[site].act
+    check_capture(rollout.specs)
+    capture = rollout.specs.capture
+    if capture is None:
+        return
+    pairs = [(site, trainer.specs[site].act, rollout.specs[site].act) for site in capture.sites]
+    if capture.kv is not None:
+        pairs.append(("kv", trainer.kv, rollout.kv))
+    for name, ours, theirs in pairs:
         if ours is None or theirs is None or not ours.rounding.borrows_scales or ours.fmt == theirs.fmt:
             continue
         raise ValueError(
-            f"{site}: the trainer is guided in {ours.fmt}, the rollout records {theirs.fmt}: expected one"
+            f"{name}: the trainer is guided in {ours.fmt}, the rollout records {theirs.fmt}: expected one"
             " format"
         )
 
@@ -82,12 +86,16 @@ def by_column(captured: PyTree, mask: Array, capture: Capture) -> PyTree:
     return jax.tree.map(one, captured)
 
 
-def record_bytes(config: ModelConfig, specs: SiteSpecs) -> int:
+def record_bytes(config: ModelConfig, specs: SiteSpecs, quantizer: Quantizer | None = None) -> int:
     """Bytes that the capture of `specs` takes a token: elements, block scales and outer scales.
+
+    Args:
+        config: the model. specs: of the rollout. quantizer: of its KV cache, where that is recorded.
 
     For a site of width K, a layer takes K * (element bits) / 8 bytes, the format's scale bytes for every
     block, and four bytes of outer scale where the format has one; K is filled up to whole blocks. An element
-    takes its code's bits in the full form and one in the compact form.
+    takes its code's bits in the full form and one in the compact form. Keys and values are 2 K sites of
+    width head_dim, whose outer scale, where it is static, is not recorded a token.
     """
     capture = specs.capture
     if capture is None:
@@ -97,13 +105,19 @@ def record_bytes(config: ModelConfig, specs: SiteSpecs) -> int:
     for site in capture.sites:
         act = specs[site].act
         assert act is not None  # resolved
-        width, fmt = site_shapes(config)[site][-1], act.fmt
-        block = fmt.block or width
-        blocks = math.ceil(width / block)
-        bits = 1 if capture.form == "compact" else fmt.code_bits
-        scales = blocks * fmt.scale_width + (4 if fmt.span != "none" else 0)
-        total += layers * (blocks * block * bits // 8 + scales)
+        bits = 1 if capture.form == "compact" else act.fmt.code_bits
+        total += layers * kv.row_bytes(act, site_shapes(config)[site][-1], bits)
+    if capture.kv is not None:
+        assert quantizer is not None  # a side that records its cache has one
+        bits = 1 if capture.kv == "compact" else quantizer.fmt.code_bits
+        total += layers * 2 * config.num_kv_heads * kv.row_bytes(quantizer, config.head_dim, bits)
     return total
+
+
+def bytes_per_token(guidance: dict[str, PyTree]) -> float:
+    """Bytes that records [B, T, ...] take a token; static scales of a KV cache, one a row, left out."""
+    leaves = jax.tree.leaves({name: tree for name, tree in guidance.items() if name != kv.SCALES})
+    return sum(x.nbytes / (x.shape[0] * x.shape[1]) for x in leaves)
 
 
 def pack_hint(guidance: dict[str, PyTree], *, prompt_width: int, group_size: int) -> dict[str, PyTree]:
@@ -115,7 +129,7 @@ def pack_hint(guidance: dict[str, PyTree], *, prompt_width: int, group_size: int
 
     Returns:
         {name: leaves [L, P, Tp + G * (T - Tp - 1), ...]}: each prompt once, then its completions without
-        their last column, which is never fed.
+        their last column, which is never fed. Static scales, [B, L, K], are the same in all rows: [L, K].
     """
 
     def one(x: Array) -> Array:
@@ -124,7 +138,12 @@ def pack_hint(guidance: dict[str, PyTree], *, prompt_width: int, group_size: int
         after = x[:, prompt_width:-1].reshape(prompts.shape[0], -1, *x.shape[2:])
         return jnp.moveaxis(jnp.concatenate([prompts, after], axis=1), 2, 0)
 
-    return jax.tree.map(one, guidance)
+    return {
+        name: jax.tree.map(lambda x: jnp.asarray(x)[0], tree)
+        if name == kv.SCALES
+        else jax.tree.map(one, tree)
+        for name, tree in guidance.items()
+    }
 
 
 def by_layers(hint: dict[str, PyTree], num_layers: int) -> dict[str, int]:

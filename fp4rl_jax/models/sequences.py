@@ -9,38 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from fp4rl_jax import ops
-from fp4rl_jax.arrays import Array, dtype_of
-from fp4rl_jax.models.config import ModelConfig
+from fp4rl_jax.arrays import Array
+from fp4rl_jax.models.kv import KV, Cached, decoded, write
 from fp4rl_jax.ops import machine
 from fp4rl_jax.ops.spec import Order
-
-
-@struct.dataclass
-class KV:
-    """Keys (after RoPE) and values of cached tokens, [L, B, K, S, C] in the activation dtype."""
-
-    k: Array
-    v: Array
 
 
 def positions_of(token_mask: Array) -> Array:
     """Positions that count real tokens only: [..., T] bool -> [..., T] int32; padding gets 0."""
     return jnp.maximum(jnp.cumsum(token_mask.astype(jnp.int32), axis=-1) - 1, 0)
-
-
-def cache_width(completion_width: int) -> int:
-    """Columns of a completion's KV segment: its last token is never fed back."""
-    return max(completion_width - 1, 1)
-
-
-def new_cache(config: ModelConfig, *, num_rows: int, completion_width: int, dtype: str) -> KV:
-    """An empty completion cache [L, B, K, cache_width, C]."""
-    width = cache_width(completion_width)
-    shape = (config.num_layers, num_rows, config.num_kv_heads, width, config.head_dim)
-    return KV(k=jnp.zeros(shape, dtype_of(dtype)), v=jnp.zeros(shape, dtype_of(dtype)))
 
 
 def causal(queries: int, keys: int, first: Array | int = 0) -> Array:
@@ -63,15 +42,14 @@ class BlockAttention:
     scale: float
     order: Order
 
-    def __call__(self, q: Array, k: Array, v: Array, *, extra: Any, state: Any) -> tuple[Array, Any, Any]:
-        k, v = ops.by_head(k), ops.by_head(v)
-        own = ops.Segment(k, v, self.own_mask)
+    def __call__(self, q: Array, cached: Cached, *, extra: Any, state: Any) -> tuple[Array, Any, Any]:
+        own = ops.Segment(*cached.by_head(), self.own_mask)
         if self.prefix_mask is None:
             out = ops.attention(q, segments=(own,), scale=self.scale, order=self.order)
         else:
-            segments = (ops.Segment(extra.k, extra.v, self.prefix_mask), own)
+            segments = (_segment(extra, self.prefix_mask, q.dtype), own)
             out = _after_prompt(q, segments, scale=self.scale, order=self.order)
-        return out, KV(k=k, v=v), state
+        return out, cached.stored(), state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,17 +62,13 @@ class CacheAttention:
     scale: float
     order: Order
 
-    def __call__(self, q: Array, k: Array, v: Array, *, extra: Any, state: Any) -> tuple[Array, Any, Any]:
+    def __call__(self, q: Array, cached: Cached, *, extra: Any, state: Any) -> tuple[Array, Any, Any]:
         prefix, index = extra
-        start = (index, 0, 0, self.column, 0)
-        state = KV(
-            k=jax.lax.dynamic_update_slice(state.k, ops.by_head(k)[None].astype(state.k.dtype), start),
-            v=jax.lax.dynamic_update_slice(state.v, ops.by_head(v)[None].astype(state.v.dtype), start),
-        )
+        state = write(state, cached.stored(), layer=index, column=self.column)
         own = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), state)
-        segments = (ops.Segment(own.k, own.v, self.cache_mask),)
+        segments = (_segment(own, self.cache_mask, q.dtype),)
         if self.prefix_mask is not None:
-            segments = (ops.Segment(prefix.k, prefix.v, self.prefix_mask), *segments)
+            segments = (_segment(prefix, self.prefix_mask, q.dtype), *segments)
         out = ops.attention(q, segments=segments, scale=self.scale, order=self.order)
         return out, None, state
 
@@ -112,10 +86,10 @@ class GroupAttention:
     scale: float
     order: Order
 
-    def __call__(self, q: Array, k: Array, v: Array, *, extra: Any, state: Any) -> tuple[Array, Any, Any]:
+    def __call__(self, q: Array, cached: Cached, *, extra: Any, state: Any) -> tuple[Array, Any, Any]:
         width = self.prompt_mask.shape[1]
         rows, block = self.own_mask.shape[:2]
-        (qp, qc), *keys_values = (_part(x, width, rows, block) for x in (q, k, v))
+        (qp, qc), *keys_values = (_part(x, width, rows, block) for x in (q, *cached.by_token()))
         (kp, kc), (vp, vc) = (tuple(map(ops.by_head, parts)) for parts in keys_values)
         prompt = ops.attention(
             qp, segments=(ops.Segment(kp, vp, self.prompt_mask),), scale=self.scale, order=self.order
@@ -126,6 +100,10 @@ class GroupAttention:
         out = _after_prompt(qc, segments, scale=self.scale, order=self.order)
         out = out.reshape(prompt.shape[0], -1, *out.shape[2:])
         return jnp.concatenate([prompt, out], axis=1), None, state
+
+
+def _segment(cached: KV, mask: Array, dtype: jnp.dtype) -> ops.Segment:
+    return ops.Segment(decoded(cached.k, dtype), decoded(cached.v, dtype), mask)
 
 
 def _after_prompt(q: Array, segments: tuple[ops.Segment, ...], *, scale: float, order: Order) -> Array:

@@ -19,9 +19,9 @@ from fp4rl_jax.arrays import Array, PyTree, dtype_of
 from fp4rl_jax.models import rope
 from fp4rl_jax.models.blocks import Attend, Stats, Tokens
 from fp4rl_jax.models.config import ModelConfig
+from fp4rl_jax.models.kv import KV
 from fp4rl_jax.models.routing import Watch, Watched
 from fp4rl_jax.models.sequences import (
-    KV,
     BlockAttention,
     CacheAttention,
     GroupAttention,
@@ -40,7 +40,8 @@ class Forward:
 
     Attributes:
         hidden: [B, T, D] in the activation dtype, after the final norm.
-        kv: the block's own keys and values [L, B, T, K, C]; with a cache, the updated cache.
+        kv: the block's own keys and values [L, B, K, T, C], as the cache keeps them; with a cache, the
+            updated cache.
         stats: {site: {"act" | "weight": sums over layers}}; empty unless asked for.
         watched: what the routers did, stacked over L; None unless asked for.
         captured: {site: its quantized input [L, B, T, ...] in the form asked for}; empty unless asked for.
@@ -122,7 +123,8 @@ def forward(
             taken to be real.
         segments: [B, T] int32, columns of one value form a sequence of their own; without a cache.
         key: typed PRNG key for stochastic rounding; hint: {site: pytree stacked over L, or
-            over the deepest layers}.
+            over the deepest layers}; the static scales of a quantized KV cache are one
+            (`kv.SCALES`).
         stats: which per-site quantization outcomes are counted (`ops.stats`); a SiteSpecs gives
             `ops.inputs.Seen` of every site's input, stacked over L, of what those specs ask for.
         remat: "layer" recomputes each layer in the backward.

@@ -126,18 +126,24 @@ class Capture:
         sites: patterns over site names; resolved, the names of sites.
         depth: share of the layers that record, the deepest ones, in (0, 1].
         form: "full" keeps codes and scales, "compact" one bit an element and the scales.
+        kv: the form in which keys and values are recorded as the cache holds them, or None.
     """
 
     sites: tuple[str, ...]
     depth: float = 0.5
     form: Form = "compact"
+    kv: Form | None = None
 
     def __post_init__(self) -> None:
         check_name("form", self.form, get_args(Form))
+        if self.kv is not None:
+            check_name("kv", self.kv, get_args(Form))
         if not 0.0 < self.depth <= 1.0:
             raise ValueError(f"depth = {self.depth}: expected a share of the layers in (0, 1]")
-        if not self.sites:
-            raise ValueError("a capture without sites records nothing: expected at least one site pattern")
+        if not self.sites and self.kv is None:
+            raise ValueError(
+                "a capture without sites or kv records nothing: expected at least one site pattern"
+            )
 
     def first_layer(self, num_layers: int) -> int:
         """The first layer that records: `depth * num_layers` layers do, rounded half up, at least one."""
@@ -158,6 +164,19 @@ class Capture:
         for name in found:
             _check_captured(name, specs[name])
         return dataclasses.replace(self, sites=found)
+
+
+def _check_kv(kv: Quantizer) -> None:
+    """What a cache holds of a token follows from that token, and passes gradients straight through."""
+    if kv.fmt.span not in ("row", "none", "static") or kv.fmt.block_rows != 1:
+        raise ValueError(
+            f"kv: a token's keys and values would depend on other tokens: expected an outer scale that is"
+            f" static, one a row, or none, got {kv.fmt}"
+        )
+    if kv.ste != "identity" or kv.rotation != "none" or isinstance(kv.rounding, Stochastic):
+        raise ValueError(
+            f"kv: expected nearest or guided rounding, the identity's gradient and no rotation, got {kv}"
+        )
 
 
 def _check_captured(site: str, spec: MatmulSpec) -> None:
@@ -189,6 +208,12 @@ class SideSpec:
     rules: tuple[tuple[str, MatmulSpec], ...] = ()
     kv: Quantizer | None = None
     capture: Capture | None = None
+
+    def __post_init__(self) -> None:
+        if self.kv is not None:
+            _check_kv(self.kv)
+        elif self.capture is not None and self.capture.kv is not None:
+            raise ValueError(f"capture.kv = {self.capture.kv!r} records a KV cache that is not quantized")
 
     def resolve(self, sites: Sequence[str]) -> "SiteSpecs":
         """Gives every site its spec.
@@ -244,7 +269,8 @@ class Side:
             router scores, logits and accumulators are float32 on both.
         order: "free" (fastest) or "fixed" (a row's result does not depend on the other rows or
             on how many there are).
-        kv: quantizer of the KV cache, or None.
+        kv: quantizer of the KV cache, or None. A static outer scale is the published version's, one for
+            each layer and KV head; a call that is given none takes one a token and head.
         replay: of a mixture's routing. The rollout side records its experts unless "off"; the trainer
             side takes them where "on", and only counts where it would differ where "measure".
         layout: the mesh that the side's programs run on, or None for one device.
@@ -256,6 +282,11 @@ class Side:
     kv: Quantizer | None = None
     replay: Replay = "off"
     layout: Layout | None = None
+
+    @property
+    def has_kv_scales(self) -> bool:
+        """Whether the KV cache has a static outer scale, which publish sets."""
+        return self.kv is not None and self.kv.fmt.span == "static"
 
     def without_capture(self) -> Self:
         """The same side, recording none of its codes: for samples that no trainer sees."""

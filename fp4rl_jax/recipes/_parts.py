@@ -11,6 +11,7 @@ from fp4rl_jax.quantizers import Quantizer, Stochastic
 from fp4rl_jax.quantizers.residual import Residual, Selection
 
 Sites = Literal["block_linears", "routed_experts"]
+KvFormat = Literal["none", "nvfp4", "mxfp4", "hif4", "fp8_e4m3"]
 
 #: Site patterns by name. Sites of a block have a slash in their name; the embedding, the head, the
 #: norms and the router are no such sites and are never quantized.
@@ -18,10 +19,23 @@ SITE_PATTERNS = {"block_linears": "*/*", "routed_experts": "experts/*"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SiteConfig:
+class CacheConfig:
     """The knob of every recipe.
 
     Attributes:
+        kv: format of the side's keys and values along head_dim, or "none": the rollout's cache is packed in
+            it, the trainer attends to the values that it stands for. The two sides may differ.
+    """
+
+    kv: KvFormat = "none"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SiteConfig(CacheConfig):
+    """The knobs of every recipe that quantizes linear layers.
+
+    Attributes:
+        kv: as `CacheConfig`.
         sites: "block_linears" (every linear layer of every block) or "routed_experts" (the
             experts of a mixture only; a dense model refuses it by name).
     """
@@ -29,10 +43,18 @@ class SiteConfig:
     sites: Sites = "block_linears"
 
 
-def side(sites: Sites, spec: MatmulSpec) -> SideSpec:
-    """A side that applies `spec` to the named sites and quantizes nothing else."""
-    pattern = SITE_PATTERNS[check_name("sites", sites, SITE_PATTERNS)]
-    return SideSpec(rules=((pattern, spec),))
+def side(config: SiteConfig, spec: MatmulSpec) -> SideSpec:
+    """A side that applies `spec` to the configured sites, with the configured KV cache."""
+    pattern = SITE_PATTERNS[check_name("sites", config.sites, SITE_PATTERNS)]
+    return SideSpec(rules=((pattern, spec),), kv=kv_of(config.kv))
+
+
+def kv_of(name: KvFormat) -> Quantizer | None:
+    """Keys and values in a format; its outer scale, where it has one over more than a row, is static."""
+    if name == "none":
+        return None
+    fmt = formats.make(name)
+    return Quantizer(formats.make(fmt, outer="static") if fmt.span == "tensor" else fmt)
 
 
 def nvfp4_weight() -> Quantizer:

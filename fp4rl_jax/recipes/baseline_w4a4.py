@@ -47,7 +47,7 @@ def _plain(config: Config) -> MatmulSpec:
 
 def trainer(config: Config) -> SideSpec:
     """W4A4 fake quantization without the remedy."""
-    return side(config.sites, dataclasses.replace(_plain(config), backward=config.backward))
+    return side(config, dataclasses.replace(_plain(config), backward=config.backward))
 
 
 def rollout(config: Config) -> SideSpec:
@@ -61,4 +61,4 @@ def rollout(config: Config) -> SideSpec:
         assert spec.weight is not None and spec.act is not None
         turned = (Quantizer(q.fmt, rotation="hadamard16") for q in (spec.weight, spec.act))
         spec = MatmulSpec(**dict(zip(("weight", "act"), turned, strict=True)))
-    return side(config.sites, spec)
+    return side(config, spec)

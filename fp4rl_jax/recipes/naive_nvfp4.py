@@ -3,20 +3,19 @@
 import dataclasses
 
 from fp4rl_jax.ops.spec import MatmulSpec, SideSpec
-from fp4rl_jax.recipes._parts import SiteConfig, nvfp4_act, nvfp4_weight, side
+from fp4rl_jax.recipes._parts import SiteConfig, kv_of, nvfp4_act, nvfp4_weight, side
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(SiteConfig):
-    """`sites`: what the rollout quantizes."""
+    """`sites`: what the rollout quantizes. `kv`: of each side by itself, like all keys."""
 
 
 def trainer(config: Config) -> SideSpec:
     """Full precision at every site: the trainer knows nothing of the rollout's grid."""
-    del config
-    return SideSpec()
+    return SideSpec(kv=kv_of(config.kv))
 
 
 def rollout(config: Config) -> SideSpec:
     """NVFP4 weights and activations."""
-    return side(config.sites, MatmulSpec(weight=nvfp4_weight(), act=nvfp4_act()))
+    return side(config, MatmulSpec(weight=nvfp4_weight(), act=nvfp4_act()))

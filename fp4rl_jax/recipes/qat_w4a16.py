@@ -13,9 +13,9 @@ class Config(SiteConfig):
 
 def trainer(config: Config) -> SideSpec:
     """Fake-quantizes weights only; activations and gradients are untouched."""
-    return side(config.sites, MatmulSpec(weight=nvfp4_weight()))
+    return side(config, MatmulSpec(weight=nvfp4_weight()))
 
 
 def rollout(config: Config) -> SideSpec:
     """NVFP4 weights and activations."""
-    return side(config.sites, MatmulSpec(weight=nvfp4_weight(), act=nvfp4_act()))
+    return side(config, MatmulSpec(weight=nvfp4_weight(), act=nvfp4_act()))

@@ -20,9 +20,9 @@ class Config(SiteConfig):
 def trainer(config: Config) -> SideSpec:
     """Fake-quantizes weights and activations; gradients pass straight through."""
     spec = MatmulSpec(weight=nvfp4_weight(), act=nvfp4_act(), backward=config.backward)
-    return side(config.sites, spec)
+    return side(config, spec)
 
 
 def rollout(config: Config) -> SideSpec:
     """NVFP4 weights and activations."""
-    return side(config.sites, MatmulSpec(weight=nvfp4_weight(), act=nvfp4_act()))
+    return side(config, MatmulSpec(weight=nvfp4_weight(), act=nvfp4_act()))

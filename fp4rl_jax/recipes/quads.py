@@ -39,7 +39,7 @@ class Config(SiteConfig):
 
 def trainer(config: Config) -> SideSpec:
     """Fake-quantizes weights only (asymmetric QAT); activations and gradients are untouched."""
-    return side(config.sites, MatmulSpec(weight=weight_of(config.format)))
+    return side(config, MatmulSpec(weight=weight_of(config.format)))
 
 
 def rollout(config: Config) -> SideSpec:
@@ -49,4 +49,4 @@ def rollout(config: Config) -> SideSpec:
     )
     second = residual_of(config.format, selection, order="select_first", outer=config.residual_outer)
     spec = MatmulSpec(weight=weight_of(config.format), act=act_of(config.format), residual=second)
-    return side(config.sites, spec)
+    return side(config, spec)

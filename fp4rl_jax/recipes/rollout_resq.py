@@ -62,7 +62,7 @@ def trainer(config: Config) -> SideSpec:
         rotation=config.rotation,
         backward=config.backward,
     )
-    return side(config.sites, spec)
+    return side(config, spec)
 
 
 def rollout(config: Config) -> SideSpec:
@@ -74,4 +74,4 @@ def rollout(config: Config) -> SideSpec:
     selection = residual.make(config.selection, **options.get(config.selection, {}))
     second = residual_of(config.format, selection, order="quantize_first")
     spec = MatmulSpec(weight=weight_of(config.format), act=act_of(config.format), residual=second)
-    return side(config.sites, spec)
+    return side(config, spec)

@@ -2,7 +2,8 @@
 
 The rollout records, token by token, what its activations were rounded to at the guided sites of its deepest
 layers; the trainer rounds its own activations there, under the rollout's scales, to the one of the two
-bracketing codes that agrees with the record. Gradients pass straight through.
+bracketing codes that agrees with the record. Keys and values, in FP4 in the rollout's cache, are recorded and
+guided likewise. Gradients pass straight through.
 """
 
 import dataclasses
@@ -10,14 +11,16 @@ from typing import Literal
 
 from fp4rl_jax.ops.spec import Backward, Capture, Form, MatmulSpec, SideSpec
 from fp4rl_jax.quantizers import Guided, Quantizer
-from fp4rl_jax.recipes._parts import SiteConfig, act_of, side, weight_of
+from fp4rl_jax.recipes._parts import KvFormat, SiteConfig, act_of, side, weight_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(SiteConfig):
-    """The published setting, without the FP4 KV cache.
+    """The published setting.
 
     Attributes:
+        kv: as `CacheConfig`.
+        kv_form: what is recorded of keys and values, which are small beside the sites: "full" or "compact".
         format: of weights and activations.
         form: what is recorded of a guided activation: "compact" (one bit an element and the scales) or
             "full" (the codes and the scales).
@@ -26,6 +29,8 @@ class Config(SiteConfig):
         backward: operands of the trainer's gradient matmuls; see `fp4rl_jax.ops.matmul`.
     """
 
+    kv: KvFormat = "nvfp4"
+    kv_form: Form = "full"
     format: Literal["nvfp4", "hif4", "mxfp4"] = "nvfp4"
     form: Form = "compact"
     depth: float = 0.5
@@ -37,15 +42,16 @@ def trainer(config: Config) -> SideSpec:
     """W4A4 fake quantization; guided sites follow the rollout's record where there is one."""
     act = act_of(config.format)
     spec = MatmulSpec(weight=weight_of(config.format), act=act, backward=config.backward)
-    plain = side(config.sites, spec)
+    plain = side(config, spec)
     follows = dataclasses.replace(spec, act=Quantizer(act.fmt, Guided()))
-    return dataclasses.replace(
-        plain, rules=(*((pattern, follows) for pattern in config.guided), *plain.rules)
-    )
+    kv = None if plain.kv is None else Quantizer(plain.kv.fmt, Guided())
+    rules = (*((pattern, follows) for pattern in config.guided), *plain.rules)
+    return dataclasses.replace(plain, rules=rules, kv=kv)
 
 
 def rollout(config: Config) -> SideSpec:
     """W4A4, recording the guided sites."""
     spec = MatmulSpec(weight=weight_of(config.format), act=act_of(config.format))
-    capture = Capture(sites=config.guided, depth=config.depth, form=config.form)
-    return dataclasses.replace(side(config.sites, spec), capture=capture)
+    kv = None if config.kv == "none" else config.kv_form
+    capture = Capture(sites=config.guided, depth=config.depth, form=config.form, kv=kv)
+    return dataclasses.replace(side(config, spec), capture=capture)

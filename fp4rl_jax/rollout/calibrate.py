@@ -7,14 +7,15 @@ Within one params version they do not change, so that a token's result does not 
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fp4rl_jax import models
 from fp4rl_jax.arrays import Array, PyTree
-from fp4rl_jax.models import ModelConfig
-from fp4rl_jax.ops.inputs import Recovered, Seen
+from fp4rl_jax.models import KV, ModelConfig, kv
+from fp4rl_jax.ops.inputs import Recovered
 from fp4rl_jax.ops.spec import MatmulSpec, Side
 from fp4rl_jax.parallel import constrain_whole, put_rows
 from fp4rl_jax.quantizers.residual import ChannelStats, Columns, Residual
@@ -23,12 +24,12 @@ from fp4rl_jax.rollout.publish import Calibration, Published, publish
 
 def is_needed(side: Side) -> bool:
     """Whether publishing for `side` needs a calibration."""
-    return any(spec.needs_calibration for _, spec in side.specs.items)
+    return side.has_kv_scales or any(spec.needs_calibration for _, spec in side.specs.items)
 
 
 def is_observed(side: Side) -> bool:
     """Whether a pass over rollouts has anything to say: a calibration, or a residual's recovery."""
-    return any(spec.needs_calibration or spec.residual is not None for _, spec in side.specs.items)
+    return is_needed(side) or any(spec.residual is not None for _, spec in side.specs.items)
 
 
 def empty(config: ModelConfig, side: Side) -> Calibration:
@@ -38,25 +39,29 @@ def empty(config: ModelConfig, side: Side) -> Calibration:
         if side.specs[site].needs_calibration:
             zeros = jnp.zeros((config.num_layers, shape[-1]), jnp.float32)
             found[site] = ChannelStats(energy=zeros, residual_max=zeros, act_max=zeros)
+    if side.has_kv_scales:
+        zeros = jnp.zeros((config.num_layers, config.num_kv_heads), jnp.float32)
+        found[kv.NAME] = KV(k=zeros, v=zeros)
     return found
 
 
 def first(
     params: PyTree, tokens: Array, token_mask: Array, *, config: ModelConfig, side: Side
 ) -> Calibration:
-    """The calibration of a run's first version: one pass of W4A4 without correction.
+    """The calibration of a run's first version: one pass of W4A4 without correction or quantized cache.
 
     Args:
         params: master tree. tokens: [B, T] int32. token_mask: [B, T] bool, the real tokens.
         config: the model. side: the rollout side.
 
     Returns:
-        site -> ChannelStats with [L, K] leaves, for the sites that need one; empty if none does.
+        site -> ChannelStats with [L, K] leaves, for the sites that need one, and the largest magnitudes of
+        keys and values where their scales are static; empty if none does.
     """
     if not is_needed(side):
         return {}
     items = tuple((site, _uncorrected(spec)) for site, spec in side.specs.items)
-    plain = dataclasses.replace(side, specs=dataclasses.replace(side.specs, items=items))
+    plain = dataclasses.replace(side, specs=dataclasses.replace(side.specs, items=items), kv=None)
     published = publish(params, config=config, side=plain, version=0)
     return observe(published, tokens, token_mask, config=config, side=plain, wanted=side)[0]
 
@@ -78,19 +83,27 @@ def observe(
         wanted: the side whose needs decide what is looked at; `side` by default.
 
     Returns:
-        site -> ChannelStats [L, K], and site -> Recovered [L].
+        site -> ChannelStats [L, K], with "kv" -> KV [L, K], and site -> Recovered [L].
     """
     wanted = wanted or side
     given = put_rows((jnp.asarray(tokens), jnp.asarray(token_mask)), side.layout)
-    seen = _observe(published.params, *given, config, side, wanted)
-    channels = {site: s.channels for site, s in seen.items() if s.channels is not None}
+    seen = _observe(published.params, *given, published.hint, config, side, wanted)
+    largest = seen.pop(kv.NAME)
+    channels: Calibration = {site: s.channels for site, s in seen.items() if s.channels is not None}
+    if wanted.has_kv_scales:
+        channels[kv.NAME] = largest
     return channels, {site: s.recovered for site, s in seen.items() if s.recovered is not None}
 
 
 def renewed(old: Calibration, seen: Calibration, *, side: Side) -> Calibration:
-    """Running statistics after one more version: decay * old + (1 - decay) * seen, site by site."""
+    """Running statistics after one more version: decay * old + (1 - decay) * seen, site by site.
 
-    def one(site: str) -> ChannelStats:
+    Of keys and values the largest magnitudes are kept.
+    """
+
+    def one(site: str) -> PyTree:
+        if site == kv.NAME:
+            return jax.tree.map(jnp.maximum, old[site], seen[site])
         decay = _decay(side.specs[site])
         return jax.tree.map(lambda a, b: decay * a + (1 - decay) * b, old[site], seen[site])
 
@@ -112,8 +125,15 @@ def _uncorrected(spec: MatmulSpec) -> MatmulSpec:
 
 @partial(jax.jit, static_argnames=("config", "side", "wanted"))
 def _observe(
-    params: PyTree, tokens: Array, token_mask: Array, config: ModelConfig, side: Side, wanted: Side
-) -> dict[str, Seen]:
+    params: PyTree,
+    tokens: Array,
+    token_mask: Array,
+    hint: PyTree,
+    config: ModelConfig,
+    side: Side,
+    wanted: Side,
+) -> dict[str, Any]:
+    """{site: Seen} with leaves [L, ...], and the largest magnitudes of keys and values as "kv"."""
     seen = models.forward(
         models.in_use(params, config, side, reads="once"),
         tokens,
@@ -121,6 +141,7 @@ def _observe(
         side=side,
         positions=models.positions_of(token_mask),
         token_mask=token_mask,
+        hint=hint,
         stats=wanted.specs,
     ).stats
     return constrain_whole(seen, side.layout)

@@ -8,6 +8,7 @@ scan, from the same master leaves. Their checksums are compared after every publ
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from flax import struct
 
 from fp4rl_jax import models, ops
 from fp4rl_jax.arrays import Array, PyTree, dtype_of
-from fp4rl_jax.models import ModelConfig
+from fp4rl_jax.models import KV, ModelConfig, kv
 from fp4rl_jax.objectives.means import Sums
 from fp4rl_jax.ops.spec import MatmulSpec, Side
 from fp4rl_jax.parallel import constrain_whole
@@ -27,8 +28,9 @@ from fp4rl_jax.rollout.checksums import qtensor_checksums
 
 #: site -> {"codes" | "scale_bytes" | "outer_scale": [L] or [L, E] uint32}
 Checksums = dict[str, dict[str, Array]]
-#: site -> statistics of its input, [L, K] leaves; see `rollout.calibrate`
-Calibration = dict[str, ChannelStats]
+#: site -> statistics of its input, [L, K] leaves; "kv" -> the largest magnitudes of keys and values, [L, K]
+#: each, K the KV heads; see `rollout.calibrate`
+Calibration = dict[str, Any]
 
 
 @struct.dataclass
@@ -42,6 +44,8 @@ class Published:
         version: [] int32, the trainer's parameter version that this was made from.
         checksums: per quantized site and layer, see `Checksums`.
         stats: per quantized site, the weights' underflow, saturation and zero-scale-block counts.
+        kv_scales: static outer scales of the KV cache, [L, K] powers of two each, or None where the side's
+            cache has none.
         packed_bytes: static, bytes of all quantized sites, scales included.
         packed_values: static, how many weights those bytes hold.
     """
@@ -50,8 +54,14 @@ class Published:
     version: Array
     checksums: Checksums
     stats: dict[str, dict[str, Sums]]
+    kv_scales: KV | None = None
     packed_bytes: int = struct.field(pytree_node=False, default=0)
     packed_values: int = struct.field(pytree_node=False, default=0)
+
+    @property
+    def hint(self) -> dict[str, PyTree]:
+        """What `models.forward` needs of this version beside its parameters."""
+        return {} if self.kv_scales is None else {kv.SCALES: self.kv_scales}
 
     @property
     def bits_per_weight(self) -> float:
@@ -78,24 +88,17 @@ def publish(
         config: the model.
         side: the rollout side; its specs say which sites are quantized and how.
         version: the trainer's parameter version.
-        calibration: of the sites whose specs need one.
+        calibration: of the sites whose specs need one, and of the KV cache where its scale is static.
 
     Returns:
         Published. The master tree is read, never changed or aliased by quantized leaves.
 
     Raises:
         PublishError: a leaf of `params` holds a NaN or an infinity; every such leaf is named. Or a
-            site needs a calibration and there is none.
+            site, or the KV cache, needs a calibration and there is none.
     """
-    needed = {site for site, spec in side.specs.items if spec.needs_calibration}
-    missing = sorted(needed - set(calibration or {}))
-    if missing:
-        raise PublishError(
-            f"{', '.join(missing)}: these sites choose columns or smoothing from statistics of their input,"
-            " and no calibration was given (rollout.calibrate.first makes one)"
-        )
-    calibration = {site: stats for site, stats in (calibration or {}).items() if site in needed}
-    fused, checksums, stats, finite = _publish(params, calibration, config, side)
+    calibration = _needed(calibration or {}, side)
+    fused, checksums, stats, scales, finite = _publish(params, calibration, config, side)
     bad = [name for name, good in jax.device_get(finite).items() if not good]
     if bad:
         raise PublishError(f"version {int(version)} is not published: non-finite weights in {', '.join(bad)}")
@@ -105,9 +108,23 @@ def publish(
         version=jnp.asarray(version, jnp.int32),
         checksums=checksums,
         stats=stats,
+        kv_scales=scales,
         packed_bytes=sum(q.nbytes for q in packed),
         packed_values=sum(q.size for q in packed),
     )
+
+
+def _needed(calibration: Calibration, side: Side) -> Calibration:
+    """The parts that publishing for `side` uses; PublishError where one is missing."""
+    needed = {site for site, spec in side.specs.items if spec.needs_calibration}
+    needed |= {kv.NAME} if side.has_kv_scales else set()
+    missing = sorted(needed - set(calibration))
+    if missing:
+        raise PublishError(
+            f"{', '.join(missing)}: columns, smoothing or KV scales are chosen from statistics of what passes"
+            " there, and no calibration was given (rollout.calibrate.first makes one)"
+        )
+    return {name: stats for name, stats in calibration.items() if name in needed}
 
 
 def weight_checksums(params: PyTree, *, config: ModelConfig, side: Side) -> Checksums:
@@ -174,7 +191,7 @@ def _is_qtensor(leaf: object) -> bool:
 
 @partial(jax.jit, static_argnames=("config", "side"))
 def _publish(params: PyTree, calibration: Calibration, config: ModelConfig, side: Side):
-    """The compiled part of `publish`: fused tree, checksums, stats and a finite flag per leaf."""
+    """The compiled part of `publish`: fused tree, checksums, stats, KV scales and a finite flag per leaf."""
     finite = {
         jax.tree_util.keystr(path, simple=True, separator="/"): jnp.all(jnp.isfinite(leaf))
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
@@ -200,7 +217,8 @@ def _publish(params: PyTree, calibration: Calibration, config: ModelConfig, side
 
     fused = models.map_sites(pack, models.fuse(params))
     fused = models.constrain_params(_cast(fused, side), config, side.layout)
-    found = _join_stacks(checksums, jnp.concatenate), _join_stacks(stats, _total), finite
+    scales = kv.outer_scales(calibration[kv.NAME], side.kv) if side.kv and side.has_kv_scales else None
+    found = _join_stacks(checksums, jnp.concatenate), _join_stacks(stats, _total), scales, finite
     return fused, *constrain_whole(found, side.layout)
 
 

@@ -84,6 +84,7 @@ def sample(
     arrays = _sample(
         published.params,
         *put_rows((prompts, prompt_mask, row_limits, keys), side.layout),
+        published.hint,
         config,
         side,
         sampling,
@@ -112,6 +113,7 @@ def _sample(
     prompt_mask: Array,
     row_limits: Array,
     keys: Array,
+    hint: PyTree,
     config: ModelConfig,
     side: Side,
     sampling: SamplingConfig,
@@ -120,14 +122,16 @@ def _sample(
 ) -> dict[str, PyTree]:
     """The compiled program: the array fields of Rollouts as a dict."""
     params = models.in_use(models.prepare(params, side), config, side, reads="often")
-    prefix, hidden = prefill(params, prompts, prompt_mask, config=config, side=side, stats=stats)
+    prefix, hidden = prefill(params, prompts, prompt_mask, config=config, side=side, stats=stats, hint=hint)
     state = _empty_state(row_limits, prefix, config=config, side=side, sampling=sampling)
     emit = partial(_emit, row_limits=row_limits, keys=keys, side=side, sampling=sampling)
     state = emit(state, jnp.repeat(models.logits(params, hidden, order=side.order), group_size, axis=0))
     starts = jnp.repeat(prefix.lengths, group_size)  # [B]
 
     def body(state: SamplerState) -> SamplerState:
-        state, hidden = decode(params, prefix, state, starts, config=config, side=side, stats=stats)
+        state, hidden = decode(
+            params, prefix, state, starts, config=config, side=side, stats=stats, hint=hint
+        )
         return emit(state, models.logits(params, hidden, order=side.order))
 
     state = jax.lax.while_loop(lambda state: jnp.any(state.alive), body, state)
@@ -136,7 +140,7 @@ def _sample(
         jnp.repeat(prompt_mask, group_size, axis=0),
     )
     nothing = jnp.zeros_like(before[1])
-    recorded = _guidance(prefix, state, group_size=group_size) | _candidates(state, prompts.shape[1])
+    recorded = _guidance(prefix, state, hint, group_size=group_size) | _candidates(state, prompts.shape[1])
     found = recorded | {
         "tokens": jnp.concatenate([before[0], state.tokens], axis=1),
         "token_mask": jnp.concatenate([before[1], state.sampled], axis=1),
@@ -148,21 +152,23 @@ def _sample(
     return constrain_whole(found, side.layout)
 
 
-def _guidance(prefix: Prefix, state: SamplerState, *, group_size: int) -> dict[str, PyTree]:
+def _guidance(prefix: Prefix, state: SamplerState, hint: PyTree, *, group_size: int) -> dict[str, PyTree]:
     """The records of all columns, {"guidance": {name: leaves [B, T, L, ...]}}; nothing where nothing is kept.
 
-    A prompt's record, made once, is the same in all rows of its group.
+    A prompt's record, made once, is the same in all rows of its group; so are the version's KV scales,
+    [B, L, K], which the trainer's cache needs.
     """
+    rows = state.alive.shape[0]
+    found = jax.tree.map(lambda scale: jnp.broadcast_to(scale, (rows, *scale.shape)), hint)
     before, after = dict(prefix.captured), dict(state.captured)
     if prefix.routes is not None:
         before[routing.RECORD], after[routing.RECORD] = prefix.routes, state.routes
-    if not before:
-        return {}
 
     def joined(prompts: Array, completions: Array) -> Array:
         return jnp.concatenate([jnp.repeat(prompts, group_size, axis=0), completions], axis=1)
 
-    return {"guidance": jax.tree.map(joined, before, after)}
+    found |= jax.tree.map(joined, before, after)
+    return {"guidance": found} if found else {}
 
 
 def _candidates(state: SamplerState, prompt_width: int) -> dict[str, PyTree]:
@@ -210,6 +216,7 @@ def prefill(
     config: ModelConfig,
     side: Side,
     stats: Stats = "off",
+    hint: PyTree = None,
 ) -> tuple[Prefix, Array]:
     """Runs every prompt once.
 
@@ -220,6 +227,7 @@ def prefill(
         config: the model.
         side: the rollout side.
         stats: as in `sample`.
+        hint: the published version's.
 
     Returns:
         The prefix, and the hidden state of each prompt's last token, [P, D].
@@ -232,6 +240,7 @@ def prefill(
         side=side,
         positions=positions,
         token_mask=prompt_mask,
+        hint=hint,
         stats=stats,
         watch=_watch(config, side),
         capture=side.specs.capture,
@@ -257,6 +266,7 @@ def decode(
     config: ModelConfig,
     side: Side,
     stats: Stats = "off",
+    hint: PyTree = None,
 ) -> tuple[SamplerState, Array]:
     """Runs the newest token of every row through the model and extends the cache by it.
 
@@ -268,6 +278,7 @@ def decode(
         config: the model.
         side: the rollout side.
         stats: as in `sample`; what is counted here is added to the state's.
+        hint: the published version's.
 
     Returns:
         The state with the longer cache, and the new token's hidden state, [B, D].
@@ -285,6 +296,7 @@ def decode(
         prefix_mask=prefix.mask,
         cache=state.cache,
         cache_index=index,
+        hint=hint,
         stats=stats,
         watch=_watch(config, side),
         capture=side.specs.capture,
@@ -347,7 +359,9 @@ def _emit(
 
 def _cache(config: ModelConfig, side: Side, *, num_rows: int, width: int) -> models.KV:
     """An empty completion cache, rows and heads shared out."""
-    cache = models.new_cache(config, num_rows=num_rows, completion_width=width, dtype=side.dtype)
+    cache = models.new_cache(
+        config, num_rows=num_rows, completion_width=width, dtype=side.dtype, quantizer=side.kv
+    )
     axes = (None, "batch", "kv_heads" if side.order == "free" else None)
     return jax.tree.map(lambda leaf: constrain(leaf, axes, side.layout), cache)
 

@@ -45,7 +45,7 @@ class Prefix:
     """What prefill leaves behind: the prompts' cache, shared by the rows of a group.
 
     Attributes:
-        kv: keys and values of the prompts, [L, P, K, Tp, C] each.
+        kv: keys and values of the prompts as the cache keeps them, [L, P, K, Tp, C] each.
         mask: [P, Tp] bool, True on real prompt tokens.
         lengths: [P] int32, real tokens of each prompt: the position of its first new token.
         stats: quantization statistics of the prompts' tokens; empty unless asked for.

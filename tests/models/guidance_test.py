@@ -9,7 +9,7 @@ import pytest
 
 from fp4rl_jax import models, plugins, recipes
 from fp4rl_jax.models import guidance, logprobs
-from fp4rl_jax.ops.spec import Side
+from fp4rl_jax.ops.spec import Capture, Side
 from fp4rl_jax.quantizers import CompactHint
 from tests.models.helpers import ragged_batch
 
@@ -25,11 +25,12 @@ MOE = models.ModelConfig(
 )  # fmt: skip
 
 
-def sides(config: models.ModelConfig, **knobs) -> tuple[Side, Side]:
-    settings = TRACE.Config(**knobs)
+def sides(config: models.ModelConfig, *, kv: str = "none", **knobs) -> tuple[Side, Side]:
+    settings = TRACE.Config(kv=kv, **knobs)
     specs = (TRACE.trainer(settings), TRACE.rollout(settings))
     trainer, rollout = (
-        Side(specs=spec.resolve(models.sites(config)), dtype="float32", order="fixed") for spec in specs
+        Side(specs=spec.resolve(models.sites(config)), dtype="float32", order="fixed", kv=spec.kv)
+        for spec in specs
     )
     return trainer, rollout
 
@@ -41,6 +42,16 @@ def test_a_token_takes_the_bytes_of_the_paper():
     assert guidance.record_bytes(WIDE, full) - 40 * 4 == 45.0 * 1024
     assert guidance.record_bytes(WIDE, half) - 20 * 4 == 7.5 * 1024
     assert guidance.record_bytes(WIDE, half.capturing(None)) == 0
+
+
+def test_keys_and_values_take_the_bytes_of_the_paper():
+    """10 attention layers, two KV heads of 256: 5.625 KiB full; their scales are no token's."""
+    config = dataclasses.replace(WIDE, num_layers=10, num_heads=8, num_kv_heads=2, head_dim=256)
+    side = sides(config, depth=1.0, kv="nvfp4")[1]
+    capture = Capture(sites=(), depth=1.0, kv="full")
+    assert guidance.record_bytes(config, side.specs.capturing(capture), side.kv) == 5.625 * 1024
+    compact = dataclasses.replace(capture, kv="compact", depth=0.5)
+    assert guidance.record_bytes(config, side.specs.capturing(compact), side.kv) == 0.9375 * 1024
 
 
 @pytest.mark.parametrize("form", ["full", "compact"])
@@ -66,9 +77,9 @@ def test_what_cannot_be_recorded_or_followed_is_refused():
     with pytest.raises(ValueError, match="experts/down is captured, and a token has a row there"):
         guidance.check_capture(rollout.specs)
     (trainer, rollout), (other, _) = sides(DENSE), sides(DENSE, format="mxfp4")
-    guidance.check_guidance(trainer.specs, rollout.specs)
+    guidance.check_guidance(trainer, rollout)
     with pytest.raises(ValueError, match="mlp/gate_up: the trainer is guided in MXFP4"):
-        guidance.check_guidance(other.specs, rollout.specs)
+        guidance.check_guidance(other, rollout)
 
 
 PROMPTS, GROUP, WIDTH, NEW = 2, 2, 4, 5

@@ -33,10 +33,27 @@ CASES = [
 ]
 
 
+#: The KV formats on a dense model; a recipe's own is among the cases above.
+KV_CASES = [
+    pytest.param(recipe, "dense", "bfloat16", kv, marks=pytest.mark.slow)
+    for recipe, kv in itertools.product(tiny.RECIPES, ("nvfp4", "mxfp4", "hif4", "fp8_e4m3"))
+]
+
+
 @pytest.mark.parametrize(("recipe", "model", "dtype"), CASES)
 def test_fixed_order_is_exact(recipe, model, dtype):
     """Prefill = decode always; trainer = rollout where the two specs are equal. Bit for bit."""
-    row = table.measure(recipe, model, dtype=dtype, order="fixed")
+    check_exact(recipe, model, dtype, None)
+
+
+@pytest.mark.parametrize(("recipe", "model", "dtype", "kv"), KV_CASES)
+def test_fixed_order_is_exact_with_a_packed_cache(recipe, model, dtype, kv):
+    """Prefill, shared prompts, decoding and scoring see one set of keys and values."""
+    check_exact(recipe, model, dtype, kv)
+
+
+def check_exact(recipe: str, model: str, dtype: str, kv: str | None) -> None:
+    row = table.measure(recipe, model, dtype=dtype, order="fixed", kv=kv)
     print(table.markdown([row]))
     assert row.prefill_decode.equal == 1.0 and row.prefill_decode.largest == 0.0
     if same_specs(recipe):

@@ -82,6 +82,7 @@ class Row:
 
     recipe: str
     model: str
+    kv: str
     dtype: str
     order: str
     weights: str
@@ -150,13 +151,13 @@ def by_blocks(published: Published, out: Rollouts, *, config: ModelConfig, side:
     prompts, prompt_mask = out.tokens[::group, :width], out.token_mask[::group, :width]
     prefix = models.forward(
         published.params, prompts, config=config, side=side,
-        positions=models.positions_of(prompt_mask), token_mask=prompt_mask,
+        positions=models.positions_of(prompt_mask), token_mask=prompt_mask, hint=published.hint,
     )  # fmt: skip
     positions = models.positions_of(out.token_mask)
     block = models.forward(
         published.params, out.tokens[:, width:-1], config=config, side=side,
         positions=positions[:, width:-1], token_mask=out.token_mask[:, width:-1],
-        prefix=prefix.kv, prefix_mask=prompt_mask,
+        prefix=prefix.kv, prefix_mask=prompt_mask, hint=published.hint,
     )  # fmt: skip
     first = jnp.repeat(prefix.hidden[:, -1:], group, axis=0)
     hidden = jnp.concatenate([first, block.hidden], axis=1)  # [B, Tc, D]
@@ -238,13 +239,16 @@ def _align(
     return np.concatenate(mine), np.concatenate(other)
 
 
-def tiny_setting(recipe: str, model: str, *, dtype: str, order: Order) -> Setting:
-    """A recipe's two sides on a tiny random model; `moe_replay` is `moe` with the rollout's experts."""
+def tiny_setting(recipe: str, model: str, *, dtype: str, order: Order, kv: str | None = None) -> Setting:
+    """A recipe's two sides on a tiny random model; `moe_replay` is `moe` with the rollout's experts.
+
+    `kv` is the format of both sides' cache, or None for the recipe's own.
+    """
     name = model.removesuffix(REPLAYED)
     config, replay = tiny.CONFIGS[name], "off" if name == model else "on"
     trainer, rollout = (
         dataclasses.replace(side, replay=replay)
-        for side in tiny.sides(recipe, config, dtype=dtype, order=order)
+        for side in tiny.sides(recipe, config, dtype=dtype, order=order, kv=kv)
     )
     return Setting(params=tiny.params(name), config=config, trainer=trainer, rollout=rollout)
 
@@ -272,9 +276,9 @@ def checkpoint_prompts(loaded: Loaded) -> tuple[np.ndarray, np.ndarray]:
     return encode_prompts(loaded.tokenizer, chats, width=48)
 
 
-def measure(recipe: str, model: str, *, dtype: str, order: Order) -> Row:
+def measure(recipe: str, model: str, *, dtype: str, order: Order, kv: str | None = None) -> Row:
     """One line of the table, on a tiny random model, flipped codes not counted."""
-    setting = tiny_setting(recipe, model, dtype=dtype, order=order)
+    setting = tiny_setting(recipe, model, dtype=dtype, order=order, kv=kv)
     return measure_setting(setting, names=(recipe, model), prompts=tiny.prompts(4))
 
 
@@ -292,6 +296,7 @@ def measure_setting(setting: Setting, *, names: tuple[str, str], prompts: tuple[
     return Row(
         recipe=names[0],
         model=names[1],
+        kv=" / ".join(_cache_name(side) for side in (setting.trainer, setting.rollout)),
         dtype=setting.rollout.dtype,
         order=setting.rollout.order,
         weights=", ".join(sorted(set(verdicts.values()))) or "unquantized",
@@ -300,15 +305,20 @@ def measure_setting(setting: Setting, *, names: tuple[str, str], prompts: tuple[
     )
 
 
+def _cache_name(side: Side) -> str:
+    return "none" if side.kv is None else side.kv.fmt.name
+
+
 def markdown(rows: list[Row]) -> str:
     """The table as markdown."""
     lines = [
-        "| recipe | model | dtype | order | weight codes | prefill = decode | trainer = rollout | flipped |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| recipe | model | KV cache | dtype | order | weight codes | prefill = decode | trainer = rollout"
+        " | flipped |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         flipped = "-" if row.flipped_codes is None else f"{100 * row.flipped_codes:.3f} %"
-        cells = (row.recipe, row.model, row.dtype, row.order, row.weights)
+        cells = (row.recipe, row.model, row.kv, row.dtype, row.order, row.weights)
         lines.append(
             "| " + " | ".join((*cells, f"{row.prefill_decode}", f"{row.trainer_rollout}", flipped)) + " |"
         )
@@ -321,6 +331,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--checkpoint", type=Path, help="a checkpoint; none: tiny random models")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=MODELS)
     parser.add_argument("--recipes", nargs="*", choices=list(tiny.RECIPES), default=list(tiny.RECIPES))
+    parser.add_argument("--kv", nargs="*", default=[None], help="formats of both caches; none: the recipe's")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
@@ -333,8 +344,10 @@ def main(argv: list[str]) -> None:
     else:
         prompts = tiny.prompts(4)
         settings = [
-            ((recipe, model), tiny_setting(recipe, model, dtype=options.dtype, order=order))
-            for model, order, recipe in itertools.product(options.models, orders, options.recipes)
+            ((recipe, model), tiny_setting(recipe, model, dtype=options.dtype, order=order, kv=kv))
+            for model, order, recipe, kv in itertools.product(
+                options.models, orders, options.recipes, options.kv
+            )
         ]
     rows = []
     for names, setting in settings:

@@ -70,7 +70,7 @@ def test_publish_takes_the_loudest_blocks_and_changes_no_byte(first, side):
 
 
 def test_without_a_calibration_nothing_is_published(side):
-    with pytest.raises(PublishError, match="attn/out, attn/qkv, mlp/down, mlp/gate_up: these sites choose"):
+    with pytest.raises(PublishError, match="attn/out, attn/qkv, mlp/down, mlp/gate_up: columns, smoothing"):
         publish(tiny.params("dense"), config=CONFIG, side=side, version=1)
 
 

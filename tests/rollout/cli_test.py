@@ -116,7 +116,7 @@ def test_widths_are_few():
 RUN = (
     "model.shape.vocab_size=272", "model.shape.num_layers=1", "model.shape.d_model=32", "model.shape.d_ff=32",
     "model.shape.num_heads=2", "model.shape.max_length=256", "recipe.name=qat_w4a4", "rollout.dtype=float32",
-    "rollout.prompt_width=128", "rollout.max_new_tokens=3", "task.terms=3",
+    "trainer.dtype=float32", "rollout.prompt_width=128", "rollout.max_new_tokens=3", "task.terms=3",
 )  # fmt: skip
 
 

@@ -30,11 +30,16 @@ def params(name: str) -> PyTree:
 
 
 def sides(
-    recipe: str, config: models.ModelConfig, *, dtype: str = "float32", order: Order = "free"
+    recipe: str,
+    config: models.ModelConfig,
+    *,
+    dtype: str = "float32",
+    order: Order = "free",
+    kv: str | None = None,
 ) -> tuple[Side, Side]:
-    """(trainer, rollout) sides of a recipe with its own defaults."""
+    """(trainer, rollout) sides of a recipe with its own defaults, or with another format of the KV cache."""
     module = plugins.load(recipes, recipe)
-    settings = module.Config()
+    settings = module.Config(**({} if kv is None else {"kv": kv}))
     specs: tuple[SideSpec, SideSpec] = (module.trainer(settings), module.rollout(settings))
     found = models.sites(config)
     trainer, rollout = (

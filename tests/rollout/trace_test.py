@@ -9,11 +9,11 @@ import pytest
 
 from fp4rl_jax import models, plugins, recipes
 from fp4rl_jax.batch import concatenate_rows, take_rows
-from fp4rl_jax.models import guidance
+from fp4rl_jax.models import guidance, kv
 from fp4rl_jax.ops.spec import Side
 from fp4rl_jax.quantizers import compact
 from fp4rl_jax.quantizers.guidance import recorded
-from fp4rl_jax.rollout import SamplingConfig, publish
+from fp4rl_jax.rollout import SamplingConfig, calibrate, publish
 from tests.rollout import tiny
 
 TRACE = plugins.load(recipes, "trace")
@@ -35,7 +35,8 @@ def sides(config: models.ModelConfig, form: str) -> tuple[Side, Side]:
     settings = TRACE.Config(form=form)
     specs = (TRACE.trainer(settings), TRACE.rollout(settings))
     trainer, rollout = (
-        Side(specs=spec.resolve(models.sites(config)), dtype="float32", order="fixed") for spec in specs
+        Side(specs=spec.resolve(models.sites(config)), dtype="float32", order="fixed", kv=spec.kv)
+        for spec in specs
     )
     return trainer, rollout
 
@@ -46,9 +47,10 @@ def test_the_record_is_aligned_and_guides_the_trainer_to_the_samplers_bits(confi
     params = models.init_params(config, jax.random.key(4))
     params = jax.tree.map(lambda w: w * 4 if w.ndim > 2 else w, params)
     prompts, mask = tiny.prompts(2, width=WIDTH, vocab=24)
+    seen = calibrate.first(params, jnp.asarray(prompts), jnp.asarray(mask), config=config, side=rollout)
     found = jax.device_get(
         tiny.draw(
-            publish(params, config=config, side=rollout, version=0), jnp.asarray(prompts), jnp.asarray(mask),
+            publish(params, config=config, side=rollout, version=0, calibration=seen), prompts, mask,
             config=config, side=rollout, group_size=GROUP, row_limits=jnp.array([5, 3, 0, 4]),
             sampling=SamplingConfig(max_new_tokens=NEW, stop_tokens=(2,)),
         )
@@ -62,8 +64,13 @@ def test_the_record_is_aligned_and_guides_the_trainer_to_the_samplers_bits(confi
     assert np.asarray(recorded(hint)).shape == (4, WIDTH + NEW, 2)
     np.testing.assert_array_equal(np.asarray(recorded(hint)).all(-1), fed)
     np.testing.assert_array_equal(np.asarray(recorded(hint)).any(-1), fed)
-    stored = sum(leaf.nbytes for leaf in jax.tree.leaves(hint)) / fed.size
-    assert stored == guidance.record_bytes(config, rollout.specs)
+    of_cache = np.asarray(recorded(found.guidance[kv.NAME]))  # of the same tokens, by keys, values and head
+    np.testing.assert_array_equal(of_cache.all((2, 3, 4)), fed)
+    np.testing.assert_array_equal(of_cache.any((2, 3, 4)), fed)
+    assert guidance.bytes_per_token(found.guidance) == guidance.record_bytes(
+        config, rollout.specs, rollout.kv
+    )
+    assert found.guidance[kv.SCALES].k.shape == (4, 3, 1)
 
     score = jax.jit(
         lambda p, r: models.score(
@@ -74,8 +81,9 @@ def test_the_record_is_aligned_and_guides_the_trainer_to_the_samplers_bits(confi
     )  # fmt: skip
     scores = score(params, found)
     np.testing.assert_array_equal(scores.logprobs, found.rollout_logprobs)
-    counts = {n: (int(s.total), int(s.count)) for n, s in scores.stats[site]["guided"].items()}
-    assert counts["guided"][0] == 0 and counts.get("outside", (0,))[0] == 0
+    for name in (kv.NAME, site):
+        counts = {n: (int(s.total), int(s.count)) for n, s in scores.stats[name]["guided"].items()}
+        assert counts["guided"][0] == 0 and counts.get("outside", (0,))[0] == 0
     if config is DENSE:  # one row a token; each prompt once
         once = fed.sum() - fed[1::GROUP, :WIDTH].sum()
         assert counts["guided"][1] == 2 * once * config.d_model
