@@ -2,12 +2,15 @@
 
     python benchmarks/guidance_table.py [--model models/smollm2]
 
-The rollout runs in bfloat16 and records the MLP's input in full at every layer; the trainer runs in float32
-on the same tokens, so that the dtype is the gap between the engines. Every arm is given what its form and
-depth would have recorded. Prints a table; writes benchmarks/results/guidance_MODEL.json.
+The rollout runs in bfloat16 with its KV cache in NVFP4 and records the MLP's input, keys and values in
+full at every layer. The trainer scores the same tokens, the engines differing as each `engine_gap` says:
+"none" in bfloat16, all rows at a time; "dtype" in float32; "rows" in bfloat16, one group of rows at a
+time. Every arm is given what its form (of keys and values always the full one) and depth would have recorded.
+Prints a table a gap; writes benchmarks/results/guidance_MODEL.json.
 """
 
 import argparse
+import dataclasses
 import json
 from functools import partial
 from pathlib import Path
@@ -19,11 +22,12 @@ import numpy as np
 
 from fp4rl_jax import interchange, models
 from fp4rl_jax.interchange import Loaded
-from fp4rl_jax.models import ModelConfig, guidance
+from fp4rl_jax.loop.engine_gap import DTYPES
+from fp4rl_jax.models import ModelConfig, guidance, kv
 from fp4rl_jax.ops.spec import Capture, Side
 from fp4rl_jax.quantizers import compact
 from fp4rl_jax.recipes import trace
-from fp4rl_jax.rollout import SamplingConfig, publish, row_keys, sample
+from fp4rl_jax.rollout import SamplingConfig, calibrate, publish, row_keys, sample
 from fp4rl_jax.text import encode_prompts
 
 ROOT = Path(__file__).parent.parent
@@ -33,11 +37,14 @@ ARMS = [("none", 0.0), *((form, depth) for form in ("full", "compact") for depth
 
 
 def sides(config: ModelConfig) -> tuple[Side, Side]:
-    """A float32 trainer that is guided where it has a hint, and a bfloat16 rollout that records all."""
+    """A trainer that is guided where it has a hint, and a rollout that records all, both in bfloat16."""
     settings = trace.Config(form="full", depth=1.0)
     sites = models.sites(config)
-    trainer, rollout = trace.trainer(settings).resolve(sites), trace.rollout(settings).resolve(sites)
-    return Side(specs=trainer, dtype="float32"), Side(specs=rollout, dtype="bfloat16")
+    trainer, rollout = (
+        Side(specs=spec.resolve(sites), dtype=DTYPES["rollout"], kv=spec.kv)
+        for spec in (trace.trainer(settings), trace.rollout(settings))
+    )
+    return trainer, rollout
 
 
 def sampled(loaded: Loaded, side: Side) -> Any:
@@ -46,38 +53,62 @@ def sampled(loaded: Loaded, side: Side) -> Any:
     chats = [[{"role": "user", "content": text}] for text in texts]
     tokens, mask = encode_prompts(loaded.tokenizer, chats, width=WIDTH)
     rows = len(texts) * GROUP
-    published = publish(loaded.params, config=loaded.config, side=side, version=0)
+    given = jnp.asarray(tokens), jnp.asarray(mask)
+    seen = calibrate.first(loaded.params, *given, config=loaded.config, side=side)
+    published = publish(loaded.params, config=loaded.config, side=side, version=0, calibration=seen)
     sampling = SamplingConfig(
         max_new_tokens=NEW, stop_tokens=loaded.tokenizer.stop_ids, pad_token=loaded.tokenizer.pad_id
     )
     return sample(
-        published, jnp.asarray(tokens), jnp.asarray(mask), row_limits=jnp.full(rows, NEW, jnp.int32),
+        published, *given, row_limits=jnp.full(rows, NEW, jnp.int32),
         keys=row_keys(jax.random.key(0), jnp.arange(rows)), config=loaded.config, side=side,
         sampling=sampling, group_size=GROUP,
     )  # fmt: skip
 
 
-def hint_of(record: Any, form: str, depth: float) -> dict[str, Any]:
-    """What an arm's rollout would have recorded, stacked over its layers."""
+def hint_of(record: dict[str, Any], form: str, depth: float) -> dict[str, Any]:
+    """What an arm's rollout would have recorded, leaves [L, B, T, ...] over its layers, and the KV scales."""
+    scales = {kv.SCALES: jax.tree.map(lambda leaf: leaf[0], record[kv.SCALES])}
     if form == "none":
-        return {}
-    first = Capture(sites=(SITE,), depth=depth).first_layer(record.scales.shape[2])
-    deep = jax.tree.map(lambda leaf: jnp.moveaxis(leaf[:, :, first:], 2, 0), record)
-    return {SITE: compact(deep) if form == "compact" else deep}
+        return scales
+    first = Capture(sites=(SITE,), depth=depth).first_layer(record[SITE].scales.shape[2])
+    codes = {name: record[name] for name in (SITE, kv.NAME)}
+    deep = jax.tree.map(lambda leaf: jnp.moveaxis(leaf[:, :, first:], 2, 0), codes)
+    return scales | deep | ({SITE: compact(deep[SITE])} if form == "compact" else {})
+
+
+def by_rows(params: Any, out: Any, hint: Any, *, rows: int, config: ModelConfig, side: Side) -> Any:
+    """`scored`, that many rows at a time: log-probs and values on the host."""
+    found = []
+    for first in range(0, out.tokens.shape[0], rows):
+        here = slice(first, first + rows)
+        part = {
+            name: tree if name == kv.SCALES else jax.tree.map(lambda leaf, here=here: leaf[:, here], tree)
+            for name, tree in hint.items()
+        }
+        tokens = (out.tokens[here], out.token_mask[here])
+        found.append(jax.device_get(scored(params, tokens, part, config=config, side=side)))
+    values, codes = zip(*found, strict=True)
+    return np.concatenate(values), np.concatenate(codes, axis=1)
 
 
 @partial(jax.jit, static_argnames=("config", "side"))
-def scored(params: Any, out: Any, hint: Any, *, config: ModelConfig, side: Side) -> tuple[jax.Array, Any]:
+def scored(
+    params: Any, given: tuple[Any, Any], hint: Any, *, config: ModelConfig, side: Side
+) -> tuple[jax.Array, Any]:
     """Log-probs [B, T - 1] of every token but the first, nats; the values at the site [L, B, T - 1, K]."""
-    fed = jax.tree.map(lambda leaf: leaf[:, :, :-1], hint)
-    tokens, mask = out.tokens[:, :-1], out.token_mask[:, :-1]
+    fed = {
+        name: tree if name == kv.SCALES else jax.tree.map(lambda leaf: leaf[:, :, :-1], tree)
+        for name, tree in hint.items()
+    }
+    tokens, mask = given[0][:, :-1], given[1][:, :-1]
     found = models.forward(
         models.fuse(params), tokens, config=config, side=side, positions=models.positions_of(mask),
         token_mask=mask, hint=fed, capture=Capture(sites=(SITE,), depth=1.0, form="full"),
     )  # fmt: skip
-    hidden, wanted = found.hidden.reshape(-1, config.d_model), out.token_mask[:, 1:].reshape(-1)
+    hidden, wanted = found.hidden.reshape(-1, config.d_model), given[1][:, 1:].reshape(-1)
     values, _ = models.token_logprobs(
-        models.fuse(params), hidden, out.tokens[:, 1:].reshape(-1), temperature=1.0, mask=wanted
+        models.fuse(params), hidden, given[0][:, 1:].reshape(-1), temperature=1.0, mask=wanted
     )
     codes = found.captured[SITE]
     return values.reshape(tokens.shape), codes.fmt.element(codes.codes())
@@ -123,21 +154,33 @@ def main() -> None:
     loaded = interchange.load(asked.model, dtype="float32")
     trainer, rollout = sides(loaded.config)
     out = sampled(loaded, rollout)
+    record: dict[str, Any] = {"model": asked.model.name, "jax": jax.__version__}
+    record |= {"device": jax.devices()[0].device_kind, "kv": "nvfp4", "rollout": rollout.dtype, "gaps": {}}
+    for gap in ("none", "dtype", "rows"):
+        side = dataclasses.replace(trainer, dtype=DTYPES["trainer"]) if gap == "dtype" else trainer
+        rows = GROUP if gap == "rows" else out.tokens.shape[0]
+        arms = arms_of(loaded, out, side, rollout, rows=rows)
+        record["gaps"][gap] = {"trainer": side.dtype, "rows": rows, "arms": arms}
+        path = ROOT / f"benchmarks/results/guidance_{asked.model.name}.json"
+        path.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"engine_gap = {gap}\n\n{table(arms)}", flush=True)
+
+
+def arms_of(loaded: Loaded, out: Any, trainer: Side, rollout: Side, *, rows: int) -> dict[str, Any]:
+    """Every arm under one gap between the engines."""
     arms: dict[str, dict[str, float]] = {}
     for form, depth in ARMS:
-        hint = hint_of(out.guidance[SITE], form, depth)
-        values, codes = scored(loaded.params, out, hint, config=loaded.config, side=trainer)
+        hint = hint_of(out.guidance, form, depth)
+        values, codes = by_rows(loaded.params, out, hint, rows=rows, config=loaded.config, side=trainer)
         kept = 0
         if form != "none":
-            capture = Capture(sites=(SITE,), depth=depth, form="full" if form == "full" else "compact")
-            kept = guidance.record_bytes(loaded.config, rollout.specs.capturing(capture))
+            stored = "full" if form == "full" else "compact"
+            capture = Capture(sites=(SITE,), depth=depth, form=stored, kv="full")
+            specs = rollout.specs.capturing(capture)
+            kept = guidance.record_bytes(loaded.config, specs, rollout.kv)
         arms[f"{form} {depth:g}" if form != "none" else form] = {"bytes": kept} | compare(values, codes, out)
         print(table(arms).splitlines()[-1], flush=True)
-    record = {"model": asked.model.name, "jax": jax.__version__, "arms": arms}
-    record |= {"device": jax.devices()[0].device_kind, "trainer": "float32", "rollout": "bfloat16"}
-    path = ROOT / f"benchmarks/results/guidance_{asked.model.name}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    print(table(arms), end="")
+    return arms
 
 
 if __name__ == "__main__":
