@@ -158,7 +158,7 @@ def _describe_mlp(config: ModelConfig, leaf: Callable[..., Leaf]) -> dict[str, L
 def _describe_experts(config: ModelConfig, leaf: Callable[..., Leaf]) -> dict[str, Leaf]:
     d, e, f = config.d_model, config.num_experts, config.d_expert
     return {
-        "router": leaf(_WEIGHT, experts=e, model=d),
+        "router": leaf(_WEIGHT, router=e, model=d),
         "gate": leaf(_WEIGHT, experts=e, expert_ffn=f, model=d),
         "up": leaf(_WEIGHT, experts=e, expert_ffn=f, model=d),
         "down": leaf(_residual_out(config), experts=e, model=d, expert_ffn=f),

@@ -29,6 +29,7 @@ class Rules:
         layers: the stacked layers that `scan` walks over.
         vocab, model, heads, kv_heads, head_dim, ffn: V, D, H*C, K*C, C, F of the axis alphabet.
         experts, expert_ffn: E and an expert's F.
+        router: E of the router, which every token needs whole.
     """
 
     batch: MeshAxes = ("data", "fsdp")
@@ -41,6 +42,7 @@ class Rules:
     ffn: MeshAxes = ("tensor",)
     experts: MeshAxes = ("expert",)
     expert_ffn: MeshAxes = ("tensor",)
+    router: MeshAxes = ()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
