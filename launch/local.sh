@@ -43,11 +43,11 @@ trap 'kill -TERM "${pids[@]}" 2>/dev/null' TERM INT
 failed=0
 ended=0
 while [ "$ended" -lt "$count" ]; do
-    # -p names the process that ended; a signal to this script interrupts the wait without one
+    # -p names the process that ended; a signal to this script interrupts the wait and leaves no name
     ended_pid=
     wait -n -p ended_pid "${pids[@]}"
     code=$?
-    [ -n "$ended_pid" ] || continue
+    [ -n "${ended_pid:-}" ] || continue
     left=()
     for rank in "${!pids[@]}"; do
         if [ "${pids[$rank]}" = "$ended_pid" ]; then
@@ -63,7 +63,7 @@ while [ "$ended" -lt "$count" ]; do
     done
     if [ "$failed" -ne 0 ] && [ "$failed" -ne 75 ] && [ "${#left[@]}" -gt 0 ]; then
         kill -TERM "${left[@]}" 2>/dev/null
-        (sleep 10; kill -KILL "${left[@]}" 2>/dev/null) &
+        (sleep 10; kill -KILL "${left[@]}") >/dev/null 2>&1 &
         wait "${left[@]}" 2>/dev/null
         break
     fi

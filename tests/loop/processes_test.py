@@ -171,6 +171,46 @@ def test_the_launcher_names_the_process_that_failed(tmp_path):
     assert "fp4rl train: process 0 of 2: " in said
 
 
+STUB = """#!/usr/bin/env bash
+# In place of Python: `-c` makes a port, `-m fp4rl_jax train ...` is a process that runs until SIGTERM.
+if [ "$1" = -c ]; then echo 12345; exit; fi
+while [ "$1" != --process_id ]; do shift; done
+trap 'sleep 0.2; exit 75' TERM
+echo "started $2"
+if [ "$2" = 1 ] && [ -n "$FAILS" ]; then exit "$FAILS"; fi
+while true; do sleep 0.05; done
+"""
+
+
+def launch(folder: Path, fails: str) -> subprocess.Popen:
+    stub = folder / "python"
+    stub.write_text(STUB)
+    stub.chmod(0o755)
+    script = ["bash", str(ROOT / "launch/local.sh"), "3", "cpu", "5", "--config", "any.toml"]
+    return subprocess.Popen(
+        script, env={**os.environ, "PYTHON": str(stub), "FAILS": fails}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def test_the_launcher_ends_all_where_one_fails_and_names_it(tmp_path):
+    with launch(tmp_path, fails="7") as process:
+        said, _ = process.communicate(timeout=30)
+    assert process.returncode == 7
+    assert "launch/local.sh: process 1 of 3 ended with code 7" in said
+
+
+def test_the_launcher_hands_sigterm_on_and_waits_for_all(tmp_path):
+    with launch(tmp_path, fails="") as process:
+        assert process.stdout is not None
+        started = {process.stdout.readline() for _ in range(3)}
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=30)
+    assert started == {f"started {rank}\n" for rank in range(3)}
+    assert process.returncode == exit_codes.SAVED_PLEASE_RESTART
+    assert "ended with code" not in said
+
+
 def test_a_wrong_coordinator_is_told_with_rank_address_and_reason():
     address = f"localhost:{free_port()}"
     began = time.monotonic()
