@@ -58,13 +58,17 @@ def start(processes: Processes) -> None:
 
     Raises:
         ProcessError: nobody listens at the coordinator's address in time. (A process 0 that waits in vain
-            for the others is ended by jax, which names the ones that are missing.)
+            for the others is ended by jax, which says no more than that the time is over.)
     """
-    logging.info("%s: joining at %s", processes, processes.coordinator)
     # jax's own handler of SIGTERM only takes notes: before the loop has set its own, the signal must end us.
     jax.config.update("jax_enable_preemption_service", False)
     if processes.index:
         _require_listener(processes)
+    else:
+        logging.warning(
+            "%s: waiting for the others at %s, %d s at most",
+            processes, processes.coordinator, processes.join_seconds,
+        )  # fmt: skip
     jax.distributed.initialize(
         processes.coordinator,
         processes.count,

@@ -222,6 +222,18 @@ def test_a_wrong_coordinator_is_told_with_rank_address_and_reason():
     assert "refused" in said
 
 
+@pytest.mark.slow
+def test_a_process_0_that_waits_in_vain_has_said_for_whom(tmp_path):
+    flags = ["--coordinator", f"localhost:{free_port()}", "--num_processes", "2", "--process_id", "0"]
+    command = [sys.executable, "-m", "fp4rl_jax", "train", *words(tmp_path), *flags, "--join_seconds", "2"]
+    began = time.monotonic()
+    process = spawn(command, tmp_path / "log")
+    assert process.wait(timeout=60) == -signal.SIGABRT and time.monotonic() - began < 40
+    said = (tmp_path / "log").read_text()
+    assert "process 0 of 2: waiting for the others at localhost:" in said
+    assert "DEADLINE_EXCEEDED" in said
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
