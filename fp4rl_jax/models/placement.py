@@ -101,7 +101,7 @@ def require_whole_blocks(config: ModelConfig, side: Side, *, name: str) -> None:
         path = "/".join(("layers", *SITE_PATHS[site]))
         for axis, block, what in _blocks(side.specs[site], table[path]):
             size, parts = _axis_size(config, axis), side.layout.parts(axis)
-            if size % (parts * block):
+            if parts > 1 and size % (parts * block):
                 raise ValueError(
                     f"{name} {site}: {what} in blocks of {block} along axis {axis!r} of size {size}: "
                     f"{parts} devices of mesh axis {_mesh_axes(side.layout, axis)} would cut a block"

@@ -107,3 +107,7 @@ def test_a_split_that_would_cut_a_block_or_a_head_is_refused(config, sizes, spec
 def test_whole_blocks_pass():
     where = layout(data=2, fsdp=2, tensor=2)
     models.require_whole_blocks(DENSE, side(DENSE, where, weight=Quantizer("nvfp4")), name="rollout")
+    uneven = dataclasses.replace(MIXTURE, d_expert=96)  # a ragged last block is cut by nobody
+    models.require_whole_blocks(
+        uneven, side(uneven, layout(data=4, expert=2), act=Quantizer("hif4")), name="rollout"
+    )
