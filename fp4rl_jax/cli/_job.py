@@ -275,7 +275,14 @@ class Builder:
         return build_manifest(
             seed=self.config.run.seed,
             implementations=precision.implementations(both),
-            numerics={name: {"dtype": side.dtype, "order": side.order} for name, side in both.items()},
+            numerics={
+                name: {
+                    "dtype": side.dtype,
+                    "order": side.order,
+                    "kv": "none" if side.kv is None else side.kv.fmt.name,
+                }
+                for name, side in both.items()
+            },
             start_step=start,
         )
 
