@@ -1,10 +1,12 @@
 """Trains every recipe for many steps at once on one GPU and keeps their courses in one record.
 
     python benchmarks/recipes_long.py OUTPUT.json [--config configs/demo.toml] [--steps 200] [--seeds 0]
+    python benchmarks/recipes_long.py OUTPUT.json --page docs/RESULTS.md
 
 Each arm is a process of its own, `fp4rl train` with `recipe.name`, `run.seed` and `loop.steps` set, and
 all of them share the device, so that the times of a step are not those of an arm alone. An arm
 that is still at work after `--limit` seconds is stopped and its record says how far it came.
+With `--page` nothing is run: the record's table and picture become a section of that page.
 """
 
 import argparse
@@ -18,9 +20,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
+import matplotlib
+import numpy as np
+
 from fp4rl_jax import plugins, recipes
 from fp4rl_jax.runs.files import read_lines
 
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402
+
+HEADING = "## Every recipe over many steps"
 COURSE = ("reward_mean", "mismatch_kl", "logprob_gap_max", "entropy", "completion_length_mean")
 
 
@@ -57,6 +67,68 @@ def course(folder: Path) -> dict[str, Any]:
     return found
 
 
+def picture(record: dict[str, Any], path: Path) -> None:
+    """Reward and k3 of every arm over the steps, means of ten steps."""
+    figure, (reward, gap) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for name, arm in record["arms"].items():
+        for axes, key in ((reward, "reward_mean"), (gap, "mismatch_kl")):
+            values = np.asarray(arm[key])[: len(arm[key]) // 10 * 10].reshape(-1, 10).mean(axis=1)
+            axes.plot(10 * np.arange(1, len(values) + 1), values, label=name, linewidth=1.4)
+    reward.set(xlabel="step", ylabel="reward", ylim=(0, 1))
+    gap.set(xlabel="step", ylabel="k3 of trainer and rollout, nats a token", yscale="symlog")
+    gap.set_yscale("symlog", linthresh=1e-6)
+    reward.legend(fontsize=7, ncols=2)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+
+
+def section(record: dict[str, Any], image: str) -> str:
+    """The record as a section of a page."""
+    lines = [
+        HEADING,
+        "",
+        f"`benchmarks/recipes_long.py`, {record['config']}, {record['steps']} steps, one {record['device']}, all",
+        "arms at once. One seed, so a difference between neighbours in this table is an anecdote. Reward and",
+        "k3 are those of the sampled completions, pass@1 that of the quantized policy on held-out problems,",
+        "with 95 % intervals.",
+        "",
+        f"![reward and mismatch over the steps]({image})",
+        "",
+        "| recipe | reward, first 20 steps | steps 91-110 | last 20 | k3: median | worst | largest gap, nats "
+        "| pass@1 before | after |",
+        "| --- " * 9 + "|",
+    ]
+    for name, arm in record["arms"].items():
+        reward, k3 = arm["reward_mean"], arm["mismatch_kl"]
+        evals = {line["name"]: line for line in arm["evaluations"]}
+        shown = [_interval(evals[when]) for when in ("before", "after") if when in evals]
+        means = [f"{statistics.mean(part):.2f}" for part in (reward[:20], reward[90:110], reward[-20:])]
+        cells = [
+            f"`{name}`", *means, f"{statistics.median(k3):.1e}", f"{max(k3):.1e}",
+            f"{max(arm['logprob_gap_max']):.1f}", *shown,
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _interval(line: dict[str, Any]) -> str:
+    return f"{line['value']:.3f} [{line['low']:.2f}, {line['high']:.2f}]"
+
+
+def write_page(record: dict[str, Any], page: Path) -> None:
+    """Replaces the section of that heading, or adds it at the end; what stands below its table is kept."""
+    image = page.parent / "img" / "recipes_long.png"
+    picture(record, image)
+    text = page.read_text(encoding="utf-8")
+    before, found, rest = text.partition(HEADING)
+    made = section(record, f"img/{image.name}")
+    if not found:
+        page.write_text(before.rstrip("\n") + "\n\n" + made, encoding="utf-8")
+        return
+    table_end = rest.index("\n\n", rest.rindex("| ---", 0, (rest + "\n## ").index("\n## ")))
+    page.write_text(before + made + rest[table_end + 1 :], encoding="utf-8")
+
+
 def main() -> int:
     """Starts the arms, waits for them, writes the record; exit code 1 if one failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -68,7 +140,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--set", nargs="*", default=[], help="further settings, key=value")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds")
+    parser.add_argument(
+        "--page", type=Path, help="write the record's section into this page, and run nothing"
+    )
     options = parser.parse_args()
+    if options.page:
+        write_page(json.loads(options.output.read_text(encoding="utf-8")), options.page)
+        return 0
     began = time.monotonic()
     arms = {(r, s): start(r, s, options) for s in options.seeds for r in options.recipes}
     codes: dict[str, int | None] = {}
@@ -80,6 +158,8 @@ def main() -> int:
             codes[f"{recipe}-{seed}"] = None
     record = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
         "config": options.config,
         "set": options.set,
         "steps": options.steps,
