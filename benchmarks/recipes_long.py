@@ -87,7 +87,7 @@ def section(record: dict[str, Any], image: str) -> str:
     lines = [
         HEADING,
         "",
-        f"`benchmarks/recipes_long.py`, {record['config']}, {record['steps']} steps, one {record['device']}, all",
+        f"`benchmarks/recipes_long.py`, {record['config']}, {record['steps']} steps, {record['device']}, all",
         "arms at once. One seed, so a difference between neighbours in this table is an anecdote. Reward and",
         "k3 are those of the sampled completions, pass@1 that of the quantized policy on held-out problems,",
         "with 95 % intervals.",
