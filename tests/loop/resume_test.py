@@ -77,15 +77,31 @@ def test_resuming_after_any_step_changes_nothing(whole, tmp_path, first):
 
 
 @pytest.mark.slow
-def test_running_statistics_are_part_of_what_is_resumed(tmp_path):
-    """A recipe whose rollout calibrates: 1 + 1 steps are 2 steps, metrics and published columns alike."""
-    quads = ("recipe.name=quads", "eval.problems=0")
+@pytest.mark.parametrize("recipe", ["quads", "trace"])
+def test_running_statistics_are_part_of_what_is_resumed(tmp_path, recipe):
+    """A recipe whose rollout calibrates: 1 + 1 steps are 2 steps in metrics, columns and KV scales."""
+    chosen = (f"recipe.name={recipe}", "eval.problems=0")
     folders = [tmp_path / name for name in ("whole", "parts")]
-    assert train(config(folders[0], *quads, "loop.steps=2")) == exit_codes.OK
+    assert train(config(folders[0], *chosen, "loop.steps=2")) == exit_codes.OK
     for steps in (1, 2):
-        assert train(config(folders[1], *quads, f"loop.steps={steps}")) == exit_codes.OK
+        assert train(config(folders[1], *chosen, f"loop.steps={steps}")) == exit_codes.OK
     assert metrics(folders[0]) == metrics(folders[1])
-    assert metrics(folders[0])[1]["residual/mlp/down/energy_after"] > 0
+    last = metrics(folders[0])[1]
+    assert catalogue.undocumented(last) == []
+    if recipe == "quads":
+        assert last["residual/mlp/down/energy_after"] > 0
+    else:  # recorded under the version that is trained
+        assert last["guidance_age"] == 0.0 and last["guidance_bytes_per_token"] == recorded_bytes(folders[0])
+        assert 0 <= last["quant/trainer/kv/guided"] <= 1
+
+
+def recorded_bytes(folder: Path) -> int:
+    """What a token's record takes by the formula."""
+    from fp4rl_jax.cli import _job
+    from fp4rl_jax.models import guidance
+
+    made = _job.builder(config(folder, "recipe.name=trace"))
+    return guidance.record_bytes(made.model, made.sides.rollout.specs, made.sides.rollout.kv)
 
 
 def restored(folder: Path) -> dict[str, np.ndarray]:

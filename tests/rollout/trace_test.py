@@ -87,6 +87,10 @@ def test_the_record_is_aligned_and_guides_the_trainer_to_the_samplers_bits(confi
     if config is DENSE:  # one row a token; each prompt once
         once = fed.sum() - fed[1::GROUP, :WIDTH].sum()
         assert counts["guided"][1] == 2 * once * config.d_model
+    newer = score(
+        jax.tree.map(lambda w: w * 1.02, params), found
+    )  # a record of an older version still guides
+    assert newer.stats[site]["guided"]["guided"].total > 0
     swapped = concatenate_rows([take_rows(found, np.array([2, 3])), take_rows(found, np.array([0, 1]))])
     again = score(params, swapped)
     np.testing.assert_array_equal(again.logprobs, scores.logprobs[np.array([2, 3, 0, 1])])
