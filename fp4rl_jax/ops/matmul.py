@@ -174,6 +174,7 @@ def _corrected(
     assert spec.act is not None and spec.residual is not None
     fmt = spec.act.fmt
     flat, hint = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), (x, hint))
+    flat = jax.lax.optimization_barrier(flat)  # as `encode` does
     parts = spec.residual.split(flat, spec.act, dtype=dtype, columns=columns, key=key, hint=hint)
     first, second = (
         Prepared(operand=values, outer_scale=outer, source=fmt.name, exact=fmt.outer_is_power_of_two)
@@ -244,7 +245,10 @@ def add_terms(
         y, z = jax.lax.optimization_barrier((y, z))
     y = y + z
     if w_outer is not None:
-        y = y * (w_outer.reshape(1, -1) if w_outer.ndim == 2 else w_outer.reshape(()))
+        outer = jax.lax.optimization_barrier(
+            w_outer.reshape(1, -1) if w_outer.ndim == 2 else w_outer.reshape(())
+        )
+        y = y * outer  # stored as in `_contract`
     return jax.lax.optimization_barrier(y) if plan.order == "fixed" else y
 
 

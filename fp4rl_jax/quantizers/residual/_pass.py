@@ -137,7 +137,7 @@ class Residual(Correction):
     def _split(
         self, x: Array, act: Quantizer, quantized: Quantized, *, dtype: DTypeLike, columns: Array | None
     ) -> tuple[Scaled, Scaled]:
-        values, outer = quantized(x)
+        values, outer = once(quantized(x))  # multiplied, and subtracted from x
         wide = act.seen(x).astype(jnp.float32)
         first = values.astype(jnp.float32)
         if outer is not None:
