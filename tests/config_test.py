@@ -28,6 +28,8 @@ def test_any_recipe_goes_over_a_ci_config(name: str) -> None:
 
 GAPS = [
     ([], ("bfloat16", "bfloat16", None)),
+    (["engine_gap=none", "trainer.microbatch_rows=8", "ops.order=fixed"], ("bfloat16", "bfloat16", 8)),
+    (["engine_gap=dtype", "trainer.dtype=bfloat16", "rollout.dtype=float32"], ("bfloat16", "float32", None)),
     (["engine_gap=dtype"], ("float32", "bfloat16", None)),
     (["engine_gap=dtype", "trainer.dtype=float32", "trainer.microbatch_rows=8"], ("float32", "bfloat16", 8)),
     (["engine_gap=rows"], ("bfloat16", "bfloat16", 8)),  # one group at a time
@@ -46,10 +48,27 @@ def test_a_declared_engine_gap_becomes_settings(overrides, expected, tmp_path) -
     assert config.load([str(tmp_path / "config.json")]) == found
 
 
+@pytest.mark.parametrize(
+    ("overrides", "gap"),
+    [
+        ([], "none"),
+        (["trainer.dtype=float32"], "dtype"),
+        (["trainer.dtype=float32", "trainer.microbatch_rows=8"], "dtype"),
+        (["trainer.microbatch_rows=8"], "rows"),
+        (["trainer.microbatch_rows=8", "ops.order=fixed"], "none"),
+    ],
+)
+def test_an_undeclared_engine_gap_is_what_the_settings_make(overrides, gap, tmp_path) -> None:
+    found = config.load([], ["loop.group_size=8", *overrides])
+    assert found.engine_gap == gap
+    (tmp_path / "config.json").write_text(config.dump(found))
+    assert config.load([str(tmp_path / "config.json")]) == found
+
+
 CONTRADICTIONS = [
-    (["trainer.dtype=float32"], "engine_gap = 'none': expected one dtype on both sides"),
+    (["engine_gap=none", "trainer.dtype=float32"], "engine_gap = 'none': expected one dtype on both sides"),
     (
-        ["trainer.microbatch_rows=8"],
+        ["engine_gap=none", "trainer.microbatch_rows=8"],
         "expected trainer.microbatch_rows = none or all 64 rows of an update, got 8",
     ),
     (["engine_gap=dtype", "trainer.dtype=bfloat16"], "expected trainer.dtype = 'float32', got 'bfloat16'"),

@@ -2,14 +2,15 @@
 
 With one engine on both sides equal quantizers win trivially; what the methods are for is engines that
 differ. A declared gap is resolved into the sides' settings where the configuration does not say them, and
-settings that contradict it are refused.
+settings that contradict it are refused. Where none is declared, it is what the settings make it.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-#: "none": one dtype, one geometry. "dtype": rollout in bfloat16, trainer in float32. "rows": the trainer runs
+#: "none": one dtype, one geometry. "dtype": two dtypes, rollout in bfloat16 and trainer in float32 where
+#: the settings do not say. "rows": the trainer runs
 #: fewer rows at a time than the rollout.
 EngineGap = Literal["none", "dtype", "rows"]
 
@@ -18,12 +19,15 @@ DTYPES = {"trainer": "float32", "rollout": "bfloat16"}
 
 
 def resolved(config: Any, given: Mapping[str, Any]) -> Any:
-    """The configuration with the settings that its declared gap implies and its sources do not give.
+    """The configuration with the settings that its declared gap implies and its sources do not give, or with
+    the gap that its settings make where they declare none.
 
     Args:
         config: the root, as built from `given`.
         given: the merged sources, nested mappings by section.
     """
+    if "engine_gap" not in given:
+        return dataclasses.replace(config, engine_gap=_found(config))
     if config.engine_gap == "dtype":
         for side, dtype in DTYPES.items():
             if "dtype" not in given.get(side, {}):
@@ -44,11 +48,13 @@ def check(config: Any) -> None:
     """
     gap, trainer, rollout = config.engine_gap, config.trainer, config.rollout
     if gap == "dtype":
-        for side, dtype in DTYPES.items():
-            found = getattr(config, side).dtype
-            if found != dtype:
-                raise ValueError(f"engine_gap = 'dtype': expected {side}.dtype = {dtype!r}, got {found!r}")
-        return
+        if trainer.dtype != rollout.dtype:
+            return
+        side = next(name for name, dtype in DTYPES.items() if getattr(config, name).dtype != dtype)
+        raise ValueError(
+            f"engine_gap = 'dtype': expected {side}.dtype = {DTYPES[side]!r}, got {trainer.dtype!r}"
+            " on both sides"
+        )
     if trainer.dtype != rollout.dtype:
         raise ValueError(
             f"engine_gap = {gap!r}: expected one dtype on both sides, got trainer.dtype ="
@@ -56,8 +62,8 @@ def check(config: Any) -> None:
             " engine_gap = 'dtype'"
         )
     rows, update = trainer.microbatch_rows, _update_rows(config)
-    fewer = rows is not None and rows < update
-    if gap == "none" and fewer:
+    fewer = _runs_fewer_rows(config)
+    if gap == "none" and fewer and config.ops.order == "free":
         raise ValueError(
             f"engine_gap = 'none': expected trainer.microbatch_rows = none or all {update} rows of an"
             f" update, got {rows}; a trainer that runs fewer rows at a time is declared as engine_gap ="
@@ -73,6 +79,18 @@ def check(config: Any) -> None:
             "engine_gap = 'rows': ops.order = 'fixed' makes a row's result independent of the others, so"
             " there would be no gap: expected 'free'"
         )
+
+
+def _found(config: Any) -> EngineGap:
+    """The gap that the settings make."""
+    if config.trainer.dtype != config.rollout.dtype:
+        return "dtype"
+    return "rows" if _runs_fewer_rows(config) and config.ops.order == "free" else "none"
+
+
+def _runs_fewer_rows(config: Any) -> bool:
+    rows = config.trainer.microbatch_rows
+    return rows is not None and rows < _update_rows(config)
 
 
 def _update_rows(config: Any) -> int:
