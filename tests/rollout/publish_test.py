@@ -35,8 +35,15 @@ def test_codes_are_those_of_the_recipes_quantizer_layer_by_layer(name):
             assert float(alone.outer_scale) == float(q.outer_scale[index])
 
 
-@pytest.mark.parametrize("recipe", tiny.RECIPES)
-@pytest.mark.parametrize("name", ["dense", "moe"])
+#: Every recipe on a dense model; on a mixture one of them here and the others with `make test-all`.
+PAIRS = [
+    pytest.param(name, recipe, marks=pytest.mark.slow if name == "moe" and recipe != "qat_w4a4" else ())
+    for name in ("dense", "moe")
+    for recipe in tiny.RECIPES
+]
+
+
+@pytest.mark.parametrize(("name", "recipe"), PAIRS)
 def test_both_sides_hold_the_same_codes(name, recipe):
     config = tiny.CONFIGS[name]
     trainer, side = tiny.sides(recipe, config)

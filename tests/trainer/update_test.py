@@ -228,6 +228,7 @@ def test_two_equal_learners_trace_once():
     assert first == second and hash(first) == hash(second) and len(traces) == 1
 
 
+@pytest.mark.slow
 def test_bfloat16_masters_are_those_of_float32_rounded():
     """From equal values, and within the roundings of bfloat16 (2^-8 each)."""
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), make_params())
