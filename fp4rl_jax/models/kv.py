@@ -99,7 +99,7 @@ class Cached:
         every = 1 if stats == "on" else TOKEN_STRIDE
 
         def some(leaf: Array) -> Array:
-            return leaf.reshape(leaf.shape[0], -1, *leaf.shape[3:])[:, ::every]
+            return leaf.reshape(leaf.shape[0], math.prod(leaf.shape[1:3]), *leaf.shape[3:])[:, ::every]
 
         x = some(jax.lax.stop_gradient(jnp.stack([self.k, self.v])))  # [2, N, K, C]
         real = some(mask[None])[..., None]

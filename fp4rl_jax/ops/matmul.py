@@ -173,7 +173,9 @@ def _corrected(
     """x quantized, [M, K], and the second operand, [M, K] or [M, k] at the given columns."""
     assert spec.act is not None and spec.residual is not None
     fmt = spec.act.fmt
-    flat, hint = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), (x, hint))
+    flat, hint = jax.tree.map(
+        lambda leaf: leaf.reshape(math.prod(leaf.shape[:-1]), leaf.shape[-1]), (x, hint)
+    )
     flat = jax.lax.optimization_barrier(flat)  # as `encode` does
     parts = spec.residual.split(flat, spec.act, dtype=dtype, columns=columns, key=key, hint=hint)
     first, second = (

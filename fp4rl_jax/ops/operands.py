@@ -7,6 +7,7 @@ float32 first.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
@@ -195,7 +196,9 @@ def encode(
         return decode(quantizer.quantize(x, axis=-1, key=key, hint=hint), dtype)
     # fenced, and as rows: it is read for the maxima and again for the codes, and what makes it would
     # otherwise be computed for both, along axes that a CPU does not turn into vectors
-    rows, hint = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), (x, hint))
+    rows, hint = jax.tree.map(
+        lambda leaf: leaf.reshape(math.prod(leaf.shape[:-1]), leaf.shape[-1]), (x, hint)
+    )
     rows = jax.lax.optimization_barrier(rows)
     values, outer_scale = quantizer.inner(rows, dtype=dtype, axis=-1, key=key, hint=hint)
     if outer_scale is not None and outer_scale.ndim:
