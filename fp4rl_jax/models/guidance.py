@@ -5,6 +5,8 @@ a token took (`routing`), or the codes and scales of a site's input. A record ma
 the model has; they are then the deepest ones.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -163,4 +165,4 @@ def of_layers(hint: dict[str, PyTree], num_layers: int, *, first: int, last: int
 
 def of_tokens(hint: PyTree) -> PyTree:
     """A site's hints [..., K] by its flattened tokens: leaves [M, K]."""
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), hint)
+    return jax.tree.map(lambda leaf: leaf.reshape(math.prod(leaf.shape[:-1]), leaf.shape[-1]), hint)

@@ -1,5 +1,6 @@
 """What a quantization did to its input, counted: underflow, saturation, dead blocks."""
 
+import math
 from typing import Literal
 
 import jax
@@ -136,7 +137,9 @@ def _counted(
     x, mask = jax.lax.stop_gradient(x), jnp.broadcast_to(mask, x.shape[:-1])
     if stats != "sampled" or not _by_token(quantizer):
         return x, mask, hint
-    x, hint = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1])[::TOKEN_STRIDE], (x, hint))
+    x, hint = jax.tree.map(
+        lambda leaf: leaf.reshape(math.prod(leaf.shape[:-1]), leaf.shape[-1])[::TOKEN_STRIDE], (x, hint)
+    )
     return x, mask.reshape(-1)[::TOKEN_STRIDE], hint
 
 
