@@ -137,7 +137,9 @@ def pack_hint(guidance: dict[str, PyTree], *, prompt_width: int, group_size: int
     def one(x: Array) -> Array:
         x = jnp.asarray(x)
         prompts = x[::group_size, :prompt_width]
-        after = x[:, prompt_width:-1].reshape(prompts.shape[0], -1, *x.shape[2:])
+        after = x[:, prompt_width:-1]
+        columns = after.shape[0] * after.shape[1] // prompts.shape[0]
+        after = after.reshape(prompts.shape[0], columns, *x.shape[2:])
         return jnp.moveaxis(jnp.concatenate([prompts, after], axis=1), 2, 0)
 
     return {
