@@ -8,6 +8,7 @@ strings, in `# [B, T, D]` comments and in `chex.Dimensions`:
     E experts     L layers        P prompts (B = P * group_size)
 """
 
+import math
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
@@ -50,3 +51,8 @@ def check_name(kind: str, name: str, known: Iterable[str]) -> str:
 def dtype_of(name: str) -> Any:
     """The jnp dtype of a configured dtype name; ValueError with the nearest name otherwise."""
     return DTYPES[check_name("dtype", name, DTYPES)]
+
+
+def as_rows(x: Array) -> Array:
+    """[..., n] as its rows [M, n], also where n is 0 (a format without scale bytes)."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

@@ -5,13 +5,11 @@ a token took (`routing`), or the codes and scales of a site's input. A record ma
 the model has; they are then the deepest ones.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 
 from fp4rl_jax import ops
-from fp4rl_jax.arrays import Array, PyTree
+from fp4rl_jax.arrays import Array, PyTree, as_rows
 from fp4rl_jax.models import kv
 from fp4rl_jax.models.config import ModelConfig
 from fp4rl_jax.models.params import site_shapes
@@ -167,4 +165,4 @@ def of_layers(hint: dict[str, PyTree], num_layers: int, *, first: int, last: int
 
 def of_tokens(hint: PyTree) -> PyTree:
     """A site's hints [..., K] by its flattened tokens: leaves [M, K]."""
-    return jax.tree.map(lambda leaf: leaf.reshape(math.prod(leaf.shape[:-1]), leaf.shape[-1]), hint)
+    return jax.tree.map(as_rows, hint)

@@ -41,6 +41,7 @@ from fp4rl_jax.ops.operands import (
     operand_dtype,
     over_stack,
     split_columns,
+    stored_rows,
     unguided,
 )
 from fp4rl_jax.ops.rounding import settle
@@ -173,10 +174,7 @@ def _corrected(
     """x quantized, [M, K], and the second operand, [M, K] or [M, k] at the given columns."""
     assert spec.act is not None and spec.residual is not None
     fmt = spec.act.fmt
-    flat, hint = jax.tree.map(
-        lambda leaf: leaf.reshape(math.prod(leaf.shape[:-1]), leaf.shape[-1]), (x, hint)
-    )
-    flat = jax.lax.optimization_barrier(flat)  # as `encode` does
+    flat, hint = stored_rows(x, hint)
     parts = spec.residual.split(flat, spec.act, dtype=dtype, columns=columns, key=key, hint=hint)
     first, second = (
         Prepared(operand=values, outer_scale=outer, source=fmt.name, exact=fmt.outer_is_power_of_two)
@@ -245,12 +243,7 @@ def add_terms(
     )
     if plan.order == "fixed":  # or a product may contract with the sum
         y, z = jax.lax.optimization_barrier((y, z))
-    y = y + z
-    if w_outer is not None:
-        outer = jax.lax.optimization_barrier(
-            w_outer.reshape(1, -1) if w_outer.ndim == 2 else w_outer.reshape(())
-        )
-        y = y * outer  # stored as in `_contract`
+    y = _times_outer(y + z, w_outer)
     return jax.lax.optimization_barrier(y) if plan.order == "fixed" else y
 
 
@@ -381,14 +374,21 @@ def by_row(operand: Prepared) -> bool:
 
 def _contract(plan: Plan, x: Prepared, w: Prepared, *, dims: tuple[int, int]) -> Array:
     """One dot and the outer scales that remain, x's first."""
-    # stored: a stacked layer's scale, sliced inside the loop over values, keeps a CPU from vectors
-    w = dataclasses.replace(w, outer_scale=jax.lax.optimization_barrier(w.outer_scale))
     y = kernels.matmul(x.operand, w.operand, dims=dims, order=plan.order)
     if x.outer_scale is not None:
         y = y * (x.outer_scale.reshape(-1, 1) if by_row(x) else x.outer_scale.reshape(()))
-    if w.outer_scale is not None:
-        y = y * (w.outer_scale.reshape(1, -1) if by_row(w) else w.outer_scale.reshape(()))
+    y = _times_outer(y, w.outer_scale)
     return jax.lax.optimization_barrier(y) if plan.order == "fixed" else y
+
+
+def _times_outer(y: Array, outer: Array | None) -> Array:
+    """A product [M, N] times the outer scale of a weight [N, K]: [], or [N, 1], or none.
+
+    The scale is stored: sliced out of its stack inside the loop over values, it keeps a CPU from vectors.
+    """
+    if outer is None:
+        return y
+    return y * jax.lax.optimization_barrier(outer.reshape(1, -1) if outer.ndim == 2 else outer.reshape(()))
 
 
 def flatten(x: Prepared) -> Prepared:

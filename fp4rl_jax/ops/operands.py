@@ -7,14 +7,13 @@ float32 first.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from fp4rl_jax.arrays import Array, PyTree
+from fp4rl_jax.arrays import Array, PyTree, as_rows
 from fp4rl_jax.ops import kernels
 from fp4rl_jax.ops import machine as machines
 from fp4rl_jax.ops.machine import Machine
@@ -194,12 +193,7 @@ def encode(
     fmt = quantizer.fmt
     if not is_narrow(quantizer):
         return decode(quantizer.quantize(x, axis=-1, key=key, hint=hint), dtype)
-    # fenced, and as rows: it is read for the maxima and again for the codes, and what makes it would
-    # otherwise be computed for both, along axes that a CPU does not turn into vectors
-    rows, hint = jax.tree.map(
-        lambda leaf: leaf.reshape(math.prod(leaf.shape[:-1]), leaf.shape[-1]), (x, hint)
-    )
-    rows = jax.lax.optimization_barrier(rows)
+    rows, hint = stored_rows(x, hint)
     values, outer_scale = quantizer.inner(rows, dtype=dtype, axis=-1, key=key, hint=hint)
     if outer_scale is not None and outer_scale.ndim:
         outer_scale = outer_scale.reshape(*x.shape[:-1], 1)
@@ -209,6 +203,16 @@ def encode(
         source=fmt.name,
         exact=fmt.outer_is_power_of_two,
     )
+
+
+def stored_rows(x: Array, hint: PyTree) -> tuple[Array, PyTree]:
+    """What is about to be quantized, and its hint, as rows [M, K]; x is stored.
+
+    It is read for the maxima and again for the codes: what makes it would otherwise be computed for both,
+    along axes that a CPU does not turn into vectors.
+    """
+    rows, hint = jax.tree.map(as_rows, (x, hint))
+    return jax.lax.optimization_barrier(rows), hint
 
 
 def unguided(quantizer: Quantizer) -> Quantizer:

@@ -1,13 +1,12 @@
 """What a quantization did to its input, counted: underflow, saturation, dead blocks."""
 
-import math
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp4rl_jax.arrays import Array
+from fp4rl_jax.arrays import Array, as_rows
 from fp4rl_jax.objectives.means import Sums
 from fp4rl_jax.qtensor import QTensor
 from fp4rl_jax.quantizers import Hint, Quantizer
@@ -137,9 +136,7 @@ def _counted(
     x, mask = jax.lax.stop_gradient(x), jnp.broadcast_to(mask, x.shape[:-1])
     if stats != "sampled" or not _by_token(quantizer):
         return x, mask, hint
-    x, hint = jax.tree.map(
-        lambda leaf: leaf.reshape(math.prod(leaf.shape[:-1]), leaf.shape[-1])[::TOKEN_STRIDE], (x, hint)
-    )
+    x, hint = jax.tree.map(lambda leaf: as_rows(leaf)[::TOKEN_STRIDE], (x, hint))
     return x, mask.reshape(-1)[::TOKEN_STRIDE], hint
 
 
