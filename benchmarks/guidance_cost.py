@@ -21,7 +21,8 @@ import jax.numpy as jnp
 
 from fp4rl_jax import models
 from fp4rl_jax.algorithms import grpo
-from fp4rl_jax.batch import Rollouts, TrainBatch
+from fp4rl_jax.algorithms._common import train_batch
+from fp4rl_jax.batch import Rollouts
 from fp4rl_jax.corrections import none as correction
 from fp4rl_jax.loop import Bound
 from fp4rl_jax.models import ModelConfig, guidance
@@ -79,12 +80,7 @@ def updates_of(side: Side, params: Any, out: Rollouts) -> Callable[[], Any]:
         loss=Bound(grpo.loss, grpo.Config()), weights=Bound(correction.weights, correction.Config()),
     )  # fmt: skip
     state = init_state(params, learner.subset, config)
-    batch = TrainBatch(
-        tokens=out.tokens, token_mask=out.token_mask, loss_mask=out.loss_mask,
-        rollout_logprobs=out.rollout_logprobs, guidance=out.guidance,
-        advantages=jax.random.normal(jax.random.key(2), out.tokens.shape[:1]),
-        prompt_width=out.prompt_width, group_size=out.group_size,
-    )  # fmt: skip
+    batch = train_batch(out, jax.random.normal(jax.random.key(2), out.tokens.shape[:1]), ref_logprobs=None)
     step = jax.jit(update, static_argnames="learner")
     return lambda: step(state, batch, learner=learner)[1].loss
 

@@ -20,6 +20,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from page_sections import with_section
+
 from fp4rl_jax.runs.files import read_lines
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "experiments"
@@ -121,15 +123,6 @@ def _row(recipe: str, replay: str, one: dict[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def replace_section(text: str, section: str) -> str:
-    """A page with its section of that heading replaced, or added at the end."""
-    start = text.find(HEADING)
-    if start < 0:
-        return text.rstrip("\n") + "\n\n" + section
-    end = text.find("\n## ", start)
-    return text[:start] + section + ("" if end < 0 else text[end:])
-
-
 def main() -> None:
     """Runs what is missing, prints the table, writes what is asked for."""
     parser = argparse.ArgumentParser(
@@ -153,7 +146,7 @@ def main() -> None:
         asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if asked.results:
         old = asked.results.read_text(encoding="utf-8")
-        asked.results.write_text(replace_section(old, page(found)), encoding="utf-8")
+        asked.results.write_text(with_section(old, HEADING, page(found)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import matplotlib
 import numpy as np
+from page_sections import with_section
 
 from fp4rl_jax import plugins, recipes
 from fp4rl_jax.runs.files import read_lines
@@ -119,14 +120,8 @@ def write_page(record: dict[str, Any], page: Path) -> None:
     """Replaces the section of that heading, or adds it at the end; what stands below its table is kept."""
     image = page.parent / "img" / "recipes_long.png"
     picture(record, image)
-    text = page.read_text(encoding="utf-8")
-    before, found, rest = text.partition(HEADING)
     made = section(record, f"img/{image.name}")
-    if not found:
-        page.write_text(before.rstrip("\n") + "\n\n" + made, encoding="utf-8")
-        return
-    table_end = rest.index("\n\n", rest.rindex("| ---", 0, (rest + "\n## ").index("\n## ")))
-    page.write_text(before + made + rest[table_end + 1 :], encoding="utf-8")
+    page.write_text(with_section(page.read_text(encoding="utf-8"), HEADING, made), encoding="utf-8")
 
 
 def main() -> int:

@@ -28,7 +28,8 @@ import jax
 import jax.numpy as jnp
 
 from fp4rl_jax import algorithms, corrections, models, plugins, recipes
-from fp4rl_jax.batch import Rollouts, TrainBatch
+from fp4rl_jax.algorithms._common import train_batch
+from fp4rl_jax.batch import Rollouts
 from fp4rl_jax.loop.bound import Bound
 from fp4rl_jax.models import ModelConfig, num_parameters
 from fp4rl_jax.ops.spec import Side
@@ -174,12 +175,9 @@ def time_learning(learner: Learner, rollouts: Rollouts, *, repeats: int, profile
     """Scoring and update of one batch; the state is made here and donated from call to call."""
     masters = models.init_params(learner.model, jax.random.key(0), dtype=learner.config.master_dtype)
     held: list[TrainState] = [init_state(masters, learner.subset, learner.config)]
-    batch = TrainBatch(
-        tokens=rollouts.tokens, token_mask=rollouts.token_mask, loss_mask=rollouts.loss_mask,
-        rollout_logprobs=rollouts.rollout_logprobs, guidance=rollouts.guidance,
-        advantages=jax.random.normal(jax.random.key(2), rollouts.tokens.shape[:1]),
-        prompt_width=rollouts.prompt_width, group_size=rollouts.group_size,
-    )  # fmt: skip
+    batch = train_batch(
+        rollouts, jax.random.normal(jax.random.key(2), rollouts.tokens.shape[:1]), ref_logprobs=None
+    )
     score_it = jax.jit(score, static_argnames="learner")
     found: dict[str, Any] = {}
     found["score"], found["score_first"] = timed(lambda: score_it(held[0], batch, learner=learner), repeats)
