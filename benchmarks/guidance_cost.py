@@ -1,16 +1,22 @@
-"""What guidance (TRACE) costs a GRPO step on a CPU: capture in the rollout, use in the update.
+"""What guidance (TRACE) costs a GRPO step: capture in the rollout, use in the update.
 
-    python benchmarks/guidance_cost.py [--repeats 7]
+    python benchmarks/guidance_cost.py
+    python benchmarks/guidance_cost.py --model qwen3_1_7b --layers 4 --prompts 8 --group 1 \\
+        --prompt_width 4032 --tokens 64 --trained 4032 --masters bfloat16 --json OUTPUT.json
 
-A random model (8 layers, width 256, ffn 768, bfloat16), 4 prompts x 8 rows x 64 tokens. The arms differ in
-guidance alone: "without" is the same W4A4 and NVFP4 KV cache, nothing recorded, nothing followed. Calls
-alternate between the arms; a figure is the least processor time of an arm's calls, which other work on the
-machine disturbs less than the clock. Prints JSON; writes benchmarks/results/guidance_cost_cpu.json.
+The model is random, in bfloat16; `--layers` takes fewer of its layers and as much less of its vocabulary, so
+that the head keeps its share. The arms differ in guidance alone: "without" is the same W4A4 and NVFP4 KV
+cache, nothing recorded, nothing followed. Calls alternate between the arms; a figure is the least of an
+arm's calls: on a GPU the sum of all kernels of the call's profile, on a CPU the process's CPU time, which
+other work on the machine disturbs less than the clock. `--trained` takes the loss on the last columns of the
+sampled rows, however many of them were prompts. Prints JSON and writes it.
 """
 
 import argparse
 import dataclasses
+import datetime
 import json
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,100 +24,137 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import rl_step
 
 from fp4rl_jax import models
-from fp4rl_jax.algorithms import grpo
 from fp4rl_jax.algorithms._common import train_batch
 from fp4rl_jax.batch import Rollouts
-from fp4rl_jax.corrections import none as correction
-from fp4rl_jax.loop import Bound
 from fp4rl_jax.models import ModelConfig, guidance
 from fp4rl_jax.ops.spec import Side
-from fp4rl_jax.recipes import trace
-from fp4rl_jax.rollout import SamplingConfig, calibrate, publish, row_keys, sample
-from fp4rl_jax.trainer import Learner, init_state, plan, update
-from fp4rl_jax.trainer.config import TrainerConfig
+from fp4rl_jax.rollout import calibrate, publish
+from fp4rl_jax.trainer import init_state, update
 
 ROOT = Path(__file__).parent.parent
-CONFIG = ModelConfig(
-    vocab_size=512, num_layers=8, d_model=256, d_ff=768, num_heads=4, num_kv_heads=2, head_dim=64
-)
-PROMPTS, GROUP, WIDTH, NEW = 4, 8, 64, 64
+MODELS = rl_step.MODELS | {
+    "small": ModelConfig(
+        vocab_size=512, num_layers=8, d_model=256, d_ff=768, num_heads=4, num_kv_heads=2, head_dim=64
+    )
+}
+PHASES = ("rollout", "update")
 
 
-def sides() -> tuple[Side, Side]:
-    """The two sides of `trace` with its defaults."""
-    settings = trace.Config()
-    specs = trace.trainer(settings), trace.rollout(settings)
-    found = [Side(specs=spec.resolve(models.sites(CONFIG)), dtype="bfloat16", kv=spec.kv) for spec in specs]
-    return found[0], found[1]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calls:
+    """One call of each arm, by phase; nothing is compiled yet."""
+
+    rollout: dict[str, Callable[[], Any]]
+    update: dict[str, Callable[[], Any]]
 
 
-def least(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Least processor seconds of each call, the first of each, which compiles, left out; calls alternate."""
+def least(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, dict[str, float]]:
+    """Least kernel (CPU) seconds and wall seconds of each call; the first, which compiles, is left out."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats + 1):
+    walls: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        jax.block_until_ready(call())
+    for _ in range(repeats):
         for name, call in calls.items():
-            start = time.process_time()
+            start = time.perf_counter()
             jax.block_until_ready(call())
-            taken[name].append(time.process_time() - start)
-    return {name: min(seconds[1:]) for name, seconds in taken.items()}
+            walls[name].append(time.perf_counter() - start)
+            taken[name].append(rl_step.kernel_seconds(call))
+    return {"kernel": {n: min(s) for n, s in taken.items()}, "wall": {n: min(s) for n, s in walls.items()}}
 
 
-def rollouts_of(side: Side, params: Any, prompts: Any, mask: Any) -> Callable[[], Rollouts]:
+def sampler_of(config: ModelConfig, side: Side, params: Any, shape: rl_step.Shape) -> Callable[[], Rollouts]:
     """A function that samples rows of full length."""
-    seen = calibrate.first(params, prompts, mask, config=CONFIG, side=side)
-    published = publish(params, config=CONFIG, side=side, version=0, calibration=seen)
-    rows = PROMPTS * GROUP
-    return lambda: sample(
-        published, prompts, mask, row_limits=jnp.full(rows, NEW, jnp.int32),
-        keys=row_keys(jax.random.key(1), jnp.arange(rows)), config=CONFIG, side=side,
-        sampling=SamplingConfig(max_new_tokens=NEW), group_size=GROUP,
-    )  # fmt: skip
+    seen = jax.tree.map(jnp.ones_like, calibrate.empty(config, side))  # of no effect on the times
+    published = publish(params, config=config, side=side, version=0, calibration=seen)
+    call = rl_step.rollout_of(published, config, side, shape)
+    return lambda: call(shape.tokens)
 
 
-def updates_of(side: Side, params: Any, out: Rollouts) -> Callable[[], Any]:
+def update_of(
+    config: ModelConfig, side: Side, params: Any, out: Rollouts, shape: rl_step.Shape, masters: str
+) -> Callable[[], Any]:
     """A function that makes an update of GRPO on the rollouts, always from the same state."""
-    config = TrainerConfig()
-    shapes = models.abstract_params(CONFIG)
-    learner = Learner(
-        model=CONFIG, side=side, config=config,
-        subset=plan(shapes, config.trainable, num_layers=CONFIG.num_layers),
-        loss=Bound(grpo.loss, grpo.Config()), weights=Bound(correction.weights, correction.Config()),
-    )  # fmt: skip
-    state = init_state(params, learner.subset, config)
+    learner = rl_step.learner_of(config, side, shape, masters=masters, remat="layer")
+    state = init_state(params, learner.subset, learner.config)
     batch = train_batch(out, jax.random.normal(jax.random.key(2), out.tokens.shape[:1]), ref_logprobs=None)
     step = jax.jit(update, static_argnames="learner")
     return lambda: step(state, batch, learner=learner)[1].loss
 
 
+def trained(out: Rollouts, columns: int | None) -> Rollouts:
+    """The same rows as if their last columns had been sampled; rows are groups of their own then."""
+    if columns is None:
+        return out
+    width = out.tokens.shape[1] - columns
+    mask = jnp.broadcast_to(jnp.arange(out.tokens.shape[1]) >= width, out.tokens.shape)
+    return dataclasses.replace(out, loss_mask=mask, prompt_width=width)
+
+
+def calls_of(config: ModelConfig, asked: argparse.Namespace, shape: rl_step.Shape) -> Calls:
+    """Both arms of both phases."""
+    trainer, rollout = rl_step.sides("trace", config)
+    params = models.init_params(config, jax.random.key(0), dtype=asked.masters)
+    arms = {"with": rollout, "without": rollout.without_capture()}
+    samplers = {name: sampler_of(config, side, params, shape) for name, side in arms.items()}
+    if "update" not in asked.phases:
+        return Calls(rollout=samplers, update={})
+    drawn = {name: trained(call(), asked.trained) for name, call in samplers.items()}
+    updates = {
+        name: update_of(config, trainer, params, out, shape, asked.masters) for name, out in drawn.items()
+    }
+    return Calls(rollout=samplers, update=updates)
+
+
 def main() -> None:
     """Measures both arms and prints the shares."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=sorted(MODELS), default="small")
+    parser.add_argument("--layers", type=int, help="fewer layers, and as much less vocabulary")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--prompt_width", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--trained", type=int, help="columns that carry the loss; needs --group 1")
+    parser.add_argument("--microbatch", type=int, help="rows of an update at once; all by default")
+    parser.add_argument("--masters", choices=("bfloat16", "float32"), default="float32")
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/guidance_cost_cpu.json")
     asked = parser.parse_args()
-    trainer, rollout = sides()
-    params = models.init_params(CONFIG, jax.random.key(0))
-    prompts = jax.random.randint(jax.random.key(1), (PROMPTS, WIDTH), 3, CONFIG.vocab_size)
-    mask = jnp.ones(prompts.shape, bool)
-    arms = {"with": rollout, "without": rollout.without_capture()}
-    samplers = {name: rollouts_of(side, params, prompts, mask) for name, side in arms.items()}
-    drawn = {name: call() for name, call in samplers.items()}
-    found = {
-        "rollout": least(samplers, asked.repeats),
-        "update": least({n: updates_of(trainer, params, out) for n, out in drawn.items()}, asked.repeats),
-    }
-    found["both"] = {name: found["rollout"][name] + found["update"][name] for name in arms}
+    if asked.trained is not None and asked.group != 1:
+        parser.error(f"--trained {asked.trained} with --group {asked.group}: expected --group 1")
+    config = rl_step.shallow(MODELS[asked.model], asked.layers)
+    shape = rl_step.Shape(
+        prompts=asked.prompts, group=asked.group, prompt_width=asked.prompt_width, tokens=asked.tokens,
+        microbatch=asked.microbatch or asked.prompts * asked.group,
+    )  # fmt: skip
+    calls = calls_of(config, asked, shape)
+    found = {phase: least(getattr(calls, phase), asked.repeats) for phase in asked.phases}
+    kernel = {phase: one["kernel"] for phase, one in found.items()}
+    if len(kernel) == len(PHASES):
+        kernel["both"] = {name: sum(kernel[phase][name] for phase in PHASES) for name in ("with", "without")}
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    _, rollout = rl_step.sides("trace", config)
     record: dict[str, Any] = {
-        "model": dataclasses.asdict(CONFIG),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit.stdout.strip() or None,
+        "model": dataclasses.asdict(config),
+        "shape": dataclasses.asdict(shape) | {"trained": asked.trained or asked.tokens},
+        "masters": asked.masters,
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
-        "bytes a token": guidance.record_bytes(CONFIG, rollout.specs, rollout.kv),
-        "processor seconds": found,
-        "share": {phase: arm["with"] / arm["without"] - 1 for phase, arm in found.items()},
+        "bytes a token": guidance.record_bytes(config, rollout.specs, rollout.kv),
+        "seconds": found,
+        "share": {phase: arm["with"] / arm["without"] - 1 for phase, arm in kernel.items()},
     }
-    (ROOT / "benchmarks/results/guidance_cost_cpu.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps({key: record[key] for key in ("processor seconds", "share")}, indent=1))
+    asked.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({key: record[key] for key in ("seconds", "share")}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """Upcycled SmolLM2 under FP4 rollouts, with and without routing replay: what the routers disagree on.
 
     python benchmarks/moe_upcycled.py [--source models/smollm2] [--runs runs/moe_smollm2] [--set KEY=VALUE]
-        [--report_only] [--json OUTPUT.json] [--results docs/RESULTS.md]
+        [--arms qat_w4a4_on ...] [--into RECORD.json] [--report_only] [--json OUTPUT.json]
+        [--results docs/RESULTS.md]
 
 Makes a mixture of 8 experts, 2 active, of the dense model; teaches it the task by `fp4rl sft`
 (configs/experiments/moe_smollm2_warm_up.toml); then trains `naive_nvfp4` and `qat_w4a4` on
 configs/experiments/moe_smollm2.toml from the same keys, each with the rollout's experts recorded and
-compared only (`measure`) and with them replayed (`on`). What is finished is not run again. One JSON record
-holds every step of every arm; `--results` puts the table into that page.
+compared only (`measure`) and with them replayed (`on`); `--arms` runs some of the four.
+What is finished is not run again. One JSON record holds every step of every arm, those of `--into` included
+that were not run now; `--results` puts the table into that page.
 """
 
 import argparse
@@ -59,7 +61,8 @@ def run(asked: argparse.Namespace) -> None:
     if not (taught / "model").exists():
         settings = [*shared, f"model.path={mixture}", "run.name=warm_up"]
         fp4rl("sft", "--config", str(CONFIGS / "moe_smollm2_warm_up.toml"), *_sets(settings, asked.warm_up))
-    for name, (recipe, replay) in arms().items():
+    for name in asked.arms:
+        recipe, replay = arms()[name]
         chosen = [f"recipe.name={recipe}", f"moe.replay={replay}", f"run.name={name}"]
         settings = [*shared, f"model.path={taught / 'model'}", *chosen]
         fp4rl("train", "--config", str(CONFIGS / "moe_smollm2.toml"), *_sets(settings, asked.train))
@@ -69,16 +72,21 @@ def _sets(*groups: list[str]) -> list[str]:
     return [word for setting in itertools.chain(*groups) for word in ("--set", setting)]
 
 
-def record(runs: Path) -> dict[str, Any]:
-    """All steps of all arms, their evaluations, and where they ran."""
-    manifest = json.loads((runs / next(iter(arms())) / "manifest.json").read_text(encoding="utf-8"))
-    return {
+def record(runs: Path, names: list[str], earlier: dict[str, Any]) -> dict[str, Any]:
+    """All steps of the named arms, their evaluations and where they ran, beside an earlier record's arms."""
+    manifest = json.loads((runs / names[0] / "manifest.json").read_text(encoding="utf-8"))
+    found = {name: arm(runs / name) for name in names}
+    where = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "backend": manifest["backend"],
         "jax": manifest["versions"]["jax"],
         "warm_up": [line["loss"] for line in read_lines(runs / "warm_up" / "metrics.jsonl")],
-        "arms": {name: arm(runs / name) for name in arms()},
     }
+    if not earlier:
+        return {**where, "arms": found}
+    later = {name: {**one, "run": where} for name, one in found.items()}
+    kept = {**earlier["arms"], **later}
+    return {**earlier, "arms": {name: kept[name] for name in arms() if name in kept}}
 
 
 def arm(folder: Path) -> dict[str, Any]:
@@ -134,13 +142,16 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="a setting of warm-up and arms")
     parser.add_argument("--warm_up", action="append", default=[], help="a setting of the warm-up alone")
     parser.add_argument("--train", action="append", default=[], help="a setting of the arms alone")
+    parser.add_argument("--arms", nargs="+", choices=list(arms()), default=list(arms()))
+    parser.add_argument("--into", type=Path, help="a record whose other arms are kept")
     parser.add_argument("--report_only", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--results", type=Path)
     asked = parser.parse_args()
     if not asked.report_only:
         run(asked)
-    found = record(asked.runs)
+    earlier = json.loads(asked.into.read_text(encoding="utf-8")) if asked.into else {}
+    found = record(asked.runs, asked.arms, earlier)
     print(page(found))
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -93,6 +93,23 @@ def kernels(run: Callable[[], Any], most: int = 40) -> dict[str, dict[str, float
     return {"sum": {"ms": round(spent.total(), 2), "launches": launches.total()}, **found}
 
 
+def kernel_seconds(run: Callable[[], Any]) -> float:
+    """Kernel time of one call on a GPU, the process's CPU time on a CPU."""
+    if jax.devices()[0].platform == "cpu":
+        start = time.process_time()
+        jax.block_until_ready(run())
+        return time.process_time() - start
+    return kernels(run, most=0)["sum"]["ms"] / 1e3
+
+
+def shallow(config: ModelConfig, layers: int | None) -> ModelConfig:
+    """The model with fewer layers and, so that its head keeps its share, as much less vocabulary."""
+    if layers is None:
+        return config
+    vocabulary = round(config.vocab_size * layers / config.num_layers)
+    return dataclasses.replace(config, num_layers=layers, vocab_size=vocabulary)
+
+
 def peak_gib() -> float | None:
     """The most device memory in use so far, where the device counts it."""
     stats = jax.devices()[0].memory_stats()

@@ -20,7 +20,6 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -83,24 +82,16 @@ def alone(batch: TrainBatch) -> tuple[Callable[[], Any], dict[str, float]]:
     return lambda: program(start, *rows), counted(program)
 
 
-def kernel_seconds(run: Callable[[], Any]) -> float:
-    """Kernel time of one call on a GPU, CPU time on a CPU."""
-    if jax.devices()[0].platform == "cpu":
-        start = time.process_time()
-        jax.block_until_ready(run())
-        return time.process_time() - start
-    return rl_step.kernels(run, most=0)["sum"]["ms"] / 1e3
-
-
 def measure(options: argparse.Namespace, shape: rl_step.Shape) -> dict[str, Any]:
     """All arms in turn."""
-    config = rl_step.MODELS[options.model]
+    config = rl_step.shallow(rl_step.MODELS[options.model], options.layers)
     trainer, _ = rl_step.sides(options.recipe, config)
     arms: dict[str, tuple[Callable[[], Any], dict[str, float]]] = {}
     learner = rl_step.learner_of(config, trainer, shape, masters=options.masters, remat=options.remat)
     masters = models.init_params(config, jax.random.key(0), dtype=options.masters)
     state, batch = init_state(masters, learner.subset, learner.config), batch_of(learner, shape)
-    for parts, rows in (("one", shape.rows), ("several", options.microbatch)):
+    rows_of = {"one": shape.rows, "several": options.microbatch}
+    for parts, rows in ((parts, rows_of[parts]) for parts in options.parts):
         settings = dataclasses.replace(learner.config, microbatch_rows=rows)
         for name, chosen in TRIAGES.items():
             arms[f"{parts}/{name}"] = compiled(
@@ -111,7 +102,7 @@ def measure(options: argparse.Namespace, shape: rl_step.Shape) -> dict[str, Any]
     taken: dict[str, list[float]] = {name: [] for name in arms}
     for turn in range(options.repeats + 1):
         for name, (run, _) in arms.items():
-            seconds = kernel_seconds(run)
+            seconds = rl_step.kernel_seconds(run)
             if turn:
                 taken[name].append(seconds)
     return {name: {"seconds": taken[name], **counts} for name, (_, counts) in arms.items()}
@@ -122,6 +113,8 @@ def shares(found: dict[str, Any]) -> dict[str, float]:
     middle = {name: statistics.median(one["seconds"]) for name, one in found.items()}
     result = {}
     for parts in ("one", "several"):
+        if f"{parts}/off" not in middle:
+            continue
         off = middle[f"{parts}/off"]
         for name in ("published", "per_response"):
             result[f"{parts}/{name}"] = middle[f"{parts}/{name}"] / off - 1
@@ -133,6 +126,8 @@ def main() -> None:
     """Measures, prints, writes JSON where asked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=sorted(rl_step.MODELS), default="smollm2")
+    parser.add_argument("--layers", type=int, help="fewer layers, and as much less vocabulary")
+    parser.add_argument("--parts", nargs="+", choices=("one", "several"), default=["one", "several"])
     parser.add_argument("--recipe", default="naive_nvfp4")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=16)
