@@ -1,0 +1,76 @@
+"""Matrix product of bfloat16 activations with packed FP4 weights, scales after the accumulation.
+
+`packed_matmul` validates, chooses and calls; `reference.py` is its meaning; `IMPLS` is the written
+order. See `pallas_kernels.formats` for the packing.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Choice, Facts, Impl, choose
+from pallas_kernels.formats import FORMATS, unpacked_shape
+from pallas_kernels.packed_matmul import hopper, reference, xla
+
+Array = jax.Array
+
+CPU = "x86-64 CPU"
+
+#: The written order of `impl="auto"`; the reference is last and never refuses.
+IMPLS = (
+    Impl(name="sm90", run=hopper.matmul, refuses=hopper.refuses),
+    Impl(name="xla", run=xla.matmul, refuses=xla.refuses, verified_on=(CPU,)),
+    Impl(name="reference", run=reference.matmul, refuses=lambda _: None, verified_on=(CPU,)),
+)
+
+
+def select(facts: Facts, impl: str = "auto") -> Choice:
+    """The implementation that `packed_matmul` takes for these facts; see `dispatch.choose`."""
+    return choose(IMPLS, facts, impl)
+
+
+def packed_matmul(
+    x: Array,
+    packed: Array,
+    row_scale: Array,
+    scale: Array,
+    *,
+    fmt: str,
+    facts: Facts,
+    residual: Array | None = None,
+    out_dtype: jnp.dtype = jnp.bfloat16,
+    impl: str = "auto",
+) -> Array:
+    """(x @ w.T + residual @ w[:, :k'].T) * row_scale * scale, sums in float32.
+
+    Args:
+        x: [m, k] bfloat16, columns ordered as the weight's (`formats.order_k`).
+        packed: uint32 [n / 64, k / BLOCK_K, rows, 128], see `formats.pack`.
+        row_scale: [m] float32, the activations' outer scales.
+        scale: [1] float32, the weight's outer scale times its `unit`.
+        fmt: the weight's format, a name of `formats.FORMATS`.
+        facts: of this call; `w_dtype` is the format's name and `block_size` its block.
+        residual: [m, k'] bfloat16 or None, a second term of the activations on their first k' columns
+            and under the same row scale.
+        out_dtype: float32 or bfloat16.
+        impl: "auto" or a name of `IMPLS`.
+
+    Returns:
+        [m, n] out_dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or the format do not fit each other.
+        UnsupportedError: the named implementation refuses these facts.
+    """
+    if fmt not in FORMATS:
+        raise ValueError(f"unknown packed format {fmt!r} (known: {', '.join(FORMATS)})")
+    _, k = unpacked_shape(packed, fmt)
+    if x.ndim != 2 or x.shape[1] != k or x.dtype != jnp.bfloat16:
+        raise ValueError(f"x is bfloat16 [m, {k}], columns ordered and padded; got {x.dtype} {x.shape}")
+    if row_scale.shape != (x.shape[0],) or scale.shape != (1,):
+        raise ValueError(f"scales are [{x.shape[0]}] and [1], got {row_scale.shape} and {scale.shape}")
+    if residual is not None and (residual.shape[0] != x.shape[0] or residual.shape[1] > k):
+        raise ValueError(f"the residual is [{x.shape[0]}, at most {k}], got {residual.shape}")
+    run = select(facts, impl).impl.run
+    return run(
+        x, packed, row_scale, scale, fmt=fmt, residual=residual, out_dtype=out_dtype, order=facts.order
+    )
