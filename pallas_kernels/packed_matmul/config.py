@@ -42,8 +42,9 @@ class Config:
         return self.splits * self.segments
 
     def stored_m(self) -> int:
-        """Tokens that are transposed and stored at once: the largest multiple of 8 up to 32 in tile_m."""
-        return max(rows for rows in (8, 16, 24, 32) if self.tile_m % rows == 0)
+        """Tokens that a warpgroup transposes and stores at once, a multiple of 8 that divides tile_m."""
+        most = min(32, 64 // self.groups)
+        return max(rows for rows in (8, 16, 24, 32) if self.tile_m % rows == 0 and rows <= most)
 
     def registers(self) -> int:
         """About what a compute thread needs: sums, decoded tiles in flight, addresses."""
