@@ -171,7 +171,7 @@ def test_the_kernel_refuses_with_the_number(change, reason):
         (dict(splits=16), "cluster"),
         (dict(splits=2, segments=2), "exclude"),
         (dict(stages=40), "bytes of shared memory"),
-        (dict(tile_m=256, groups=4, stages=1, tile_k=128), "registers"),
+        (dict(tile_m=256, groups=4, stages=2, tile_k=128), "registers"),
     ],
 )
 def test_impossible_configs_say_why(change, reason):
