@@ -7,9 +7,9 @@ Check: outputs of every task against the numpy emulation of the same program (wh
 this GPU. One line each; exit code 1 if anything differs.
 
 Time: whole operations inside one jit, `--repeats` runs, the median; a program calls the operation on
-several inputs in turn, of `distinct` bytes in all (inputs and outputs). The copy is an elementwise
-exclusive or of bfloat16 patterns, the same way. `share` is the speed of the bytes that must be moved
-(x read, operand and residual written) over that of the copy of the largest input.
+several inputs in turn, of `distinct` bytes in all (inputs and outputs; less than the cache at m = 1).
+The copy is an elementwise exclusive or of bfloat16 patterns, the same way. `share` is the speed of the
+bytes that must be moved (x read, operand and residual written) over that of the copy of the largest input.
 Results are written after every line; nothing new starts after `--budget` seconds.
 """
 
@@ -18,6 +18,7 @@ import dataclasses
 import datetime
 import functools
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -47,9 +48,9 @@ class Record:
 
     def __init__(self, path: Path, budget: float) -> None:
         self.path, self.end, self.bad = path, time.monotonic() + budget, 0
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        )
+        git = shutil.which("git")
+        command = [git, "rev-parse", "--short", "HEAD"] if git else ["true"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=False)
         self.data = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "commit": commit.stdout.strip() or "unknown",
@@ -72,9 +73,9 @@ class Record:
         return time.monotonic() > self.end
 
 
-def outer_of(fmt: str) -> dict[str, str]:
-    """The options of an activation's format."""
-    return {"outer": "row"} if fmt == "nvfp4" else {}
+def options_of(fmt: str) -> formats.Format:
+    """The project's format of an activation."""
+    return formats.make("nvfp4", outer="row") if fmt == "nvfp4" else formats.make(fmt)
 
 
 # ---- exact -------------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ def check(record: Record) -> None:
             return
         task = dataclasses.replace(cases.tasks(fmt)[1], compact=True)
         got = jax.jit(functools.partial(sm90.quantize, task=task))(x)
-        q = fp4rl_jax.quantize(x, fmt, **outer_of(fmt))
+        q = fp4rl_jax.quantize(x, options_of(fmt))
         outer = None if q.outer_scale is None else q.outer_scale[:, 0]
         inner = jnp.pad(q.inner(jnp.bfloat16), ((0, 0), (0, got.operand.shape[1] - 576)))
         pairs = ((got.operand, inner), (got.packed, q.packed), (got.scales, q.scales), (got.outer, outer))
@@ -147,37 +148,31 @@ def check(record: Record) -> None:
 
 
 # ---- speed -------------------------------------------------------------------------------------
-def seconds(call: Callable[[Array], object], inputs: list[Array], repeats: int, target: float) -> float:
-    """Median seconds of one call, over programs that call it on every input, several times."""
+def seconds(call: Callable[[Array], object], inputs: list[Array], repeats: int, guess: float) -> float:
+    """Median seconds of one call, over runs of a program that calls it on every input, many times.
 
-    def rounds(count: int) -> Callable[[list[Array]], object]:
-        @jax.jit
-        def run(inputs: list[Array]) -> object:
-            def once(_: int, carry: tuple[list[Array], object]) -> tuple[list[Array], object]:
-                held, _ = lax.optimization_barrier(carry)
-                return held, [inner(x) for x in held]
-
-            first = [inner(x) for x in inputs]
-            return lax.fori_loop(0, count, once, (inputs, first))[1]
-
-        return run
-
+    Args:
+        call: of one input. inputs: in turn. repeats: runs. guess: seconds of a call, for about 20 ms a run.
+    """
+    count = max(2, min(400, int(0.02 / (guess * len(inputs)))))
     inner = jax.jit(call)
-    probe = _timed(rounds(4), inputs)
-    count = max(4, min(400, int(target / max(probe / 5, 1e-5))))
-    run = rounds(count)
+
+    @jax.jit
+    def run(inputs: list[Array]) -> object:
+        def once(_: int, carry: tuple[list[Array], object]) -> tuple[list[Array], object]:
+            held, _ = lax.optimization_barrier(carry)  # or the calls would be moved out of the loop
+            return held, [inner(x) for x in held]
+
+        first = [inner(x) for x in inputs]
+        return lax.fori_loop(0, count, once, (inputs, first))[1]
+
     jax.block_until_ready(run(inputs))
-    return statistics.median(_timed(run, inputs, warm=False) for _ in range(repeats)) / (
-        (count + 1) * len(inputs)
-    )
-
-
-def _timed(run: Callable[[list[Array]], object], inputs: list[Array], *, warm: bool = True) -> float:
-    if warm:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
         jax.block_until_ready(run(inputs))
-    start = time.perf_counter()
-    jax.block_until_ready(run(inputs))
-    return time.perf_counter() - start
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) / ((count + 1) * len(inputs))
 
 
 def rows_of(m: int, k: int, dtype: str, moved: int) -> list[Array]:
@@ -203,30 +198,32 @@ def bytes_of(m: int, k: int, dtype: str, task: Task) -> int:
 
 
 def measure(record: Record, arguments: argparse.Namespace) -> None:
-    """Times of the copy, the kernel with several shares of a row a quad, and XLA's."""
-    ms = arguments.m
-    timed = functools.partial(seconds, repeats=arguments.repeats, target=0.02)
-    widest = jnp.zeros((4096, 28672), jnp.bfloat16)
-    inputs = [widest, widest + 1]
-    best = 4 * widest.size / timed(copied, inputs)
-    record.add(copy="4096 x 28672", tb_s=best / 1e12)
-    for k in arguments.k:
-        for m in ms:
-            if record.over():
-                return
-            inputs = rows_of(m, k, "bfloat16", 4 * m * k)
-            t = timed(copied, inputs)
-            record.add(copy=f"{m} x {k}", us=t * 1e6, tb_s=4 * m * k / t / 1e12)
-            for fmt in FORMATS:
-                one(record, timed, best, Task(fmt=fmt, **outer_of(fmt)), m, k, arguments.turns)
-    for task in [t for fmt in FORMATS for t in cases.tasks(fmt)[1:]]:
-        for m in (ms[0], ms[-1]):
+    """Times of the copy, of the kernel in several distributions over threads, and of XLA's fusions."""
+    timed = functools.partial(seconds, repeats=arguments.repeats)
+    moved = 4 * 4096 * 28672
+    t = timed(copied, rows_of(4096, 28672, "bfloat16", moved), guess=moved / 4e12)
+    best = moved / t
+    record.add(copy="4096 x 28672", us=t * 1e6, tb_s=best / 1e12)
+    plain = {fmt: Task(fmt=fmt, outer=cases.outer_of(fmt)) for fmt in FORMATS}
+    for m in arguments.m:
+        moved = 4 * m * 8192
+        if record.over():
+            return
+        t = timed(copied, rows_of(m, 8192, "bfloat16", moved), guess=max(3e-6, moved / 4e12))
+        record.add(copy=f"{m} x 8192", us=t * 1e6, tb_s=moved / t / 1e12)
+        for task in plain.values():
+            one(record, timed, best, task, m, 8192, arguments.turns)
+    for m in arguments.m[:2]:
+        for task in [t for fmt in FORMATS for t in cases.tasks(fmt)[1:]]:
             one(record, timed, best, task, m, 8192, (None,))
-    for fmt in FORMATS:
-        one(record, timed, best, Task(fmt=fmt, **outer_of(fmt)), 4096, 8192, (None,), dtype="float32")
-    for fmt in FORMATS:
-        for m in (ms[-1], ms[0]):
+        for fmt in FORMATS:
             by_xla(record, timed, fmt, m, 8192)
+    for k in arguments.k:
+        for m in arguments.m[:2]:
+            for task in plain.values():
+                one(record, timed, best, task, m, k, (None,))
+    for task in plain.values():
+        one(record, timed, best, task, arguments.m[0], 8192, (None,), dtype="float32")
 
 
 def one(record, timed, best: float, task: Task, m: int, k: int, turns, dtype: str = "bfloat16") -> None:
@@ -244,7 +241,8 @@ def one(record, timed, best: float, task: Task, m: int, k: int, turns, dtype: st
         if record.over() or plan in seen:
             continue
         seen.add(plan)
-        t = timed(functools.partial(sm90.quantize, task=task, turns=count), inputs)
+        guess = max(4e-6, moved / 2.5e12)
+        t = timed(functools.partial(sm90.quantize, task=task, turns=count), inputs, guess=guess)
         record.add(
             kernel=task.fmt,
             asked=asked or "operand",
@@ -262,8 +260,8 @@ def one(record, timed, best: float, task: Task, m: int, k: int, turns, dtype: st
 
 def by_xla(record: Record, timed, fmt: str, m: int, k: int) -> None:
     """The compiler's fusion of the kernel's arithmetic, and the project's own quantizer."""
-    task = Task(fmt=fmt, **outer_of(fmt))
-    quantizer = Quantizer(formats.make(fmt, **outer_of(fmt)))
+    task = Task(fmt=fmt, outer=cases.outer_of(fmt))
+    quantizer = Quantizer(options_of(fmt))
     inputs = rows_of(m, k, "bfloat16", 4 * m * k)[:3]
     calls = {
         "xla": functools.partial(xla.quantize, task=task),
@@ -272,7 +270,7 @@ def by_xla(record: Record, timed, fmt: str, m: int, k: int) -> None:
     for name, call in calls.items():
         if record.over():
             return
-        t = timed(call, inputs)
+        t = timed(call, inputs, guess=max(2e-5, 4 * m * k / 5e11))
         record.add(by=name, fmt=fmt, m=m, k=k, us=t * 1e6, tb_s=4 * m * k / t / 1e12)
 
 
@@ -280,8 +278,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--budget", type=float, default=140)
     parser.add_argument("--part", choices=("check", "time", "all"), default="all")
-    parser.add_argument("--m", type=int, nargs="+", default=[1, 64, 4096])
-    parser.add_argument("--k", type=int, nargs="+", default=[8192, 4096, 28672])
+    parser.add_argument("--m", type=int, nargs="+", default=[4096, 64, 1])
+    parser.add_argument("--k", type=int, nargs="+", default=[28672, 4096])
     parser.add_argument("--turns", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--repeats", type=int, default=7)
     today = datetime.datetime.now(datetime.UTC).date()
