@@ -71,7 +71,10 @@ class QTensor:
     @property
     def finite(self) -> Array:
         """[] bool, False where a non-finite input has poisoned a block."""
-        return jnp.all(self.fmt.finite_blocks(self.scales, self.outer_scale))
+        finite = jnp.all(self.fmt.finite_blocks(self.scales, self.outer_scale))
+        if self.fmt.code_nan is not None:
+            finite &= jnp.all(self.fmt.unpack(self.packed) != self.fmt.code_nan)
+        return finite
 
     def codes(self) -> Array:
         """uint8 codes in the shape of the array: 0..15, or the raw byte of an 8-bit format."""

@@ -43,7 +43,7 @@ class Format:
         scale_width: bytes of scale data a block carries.
         scale_kind: what the scale data of a block holds, in words.
         scale_nan: the byte that marks a poisoned block in the first of them; None where the
-            outer scale does.
+            outer scale or `code_nan` does.
         power_of_two_scale: whether a block has one scale and that is a power of two, so that the error
             of its rounding can be told from the grid's (`quantizers.error_split`).
         native: name of the jax dtype whose values the elements are and that some hardware
@@ -91,6 +91,11 @@ class Format:
     def outer_is_power_of_two(self) -> bool:
         """Whether outer scales are powers of two (or absent), so that they commute with rounding."""
         return True
+
+    @property
+    def code_nan(self) -> int | None:
+        """The code of every element of a poisoned block, where no scale can mark it; None elsewhere."""
+        return None
 
     @property
     def qmax(self) -> float:
@@ -178,7 +183,8 @@ class Format:
                 the caller still has it (a float32 outer scale does not determine it).
 
         Returns:
-            [..., N] uint8 codes; 0 throughout a block whose scale is zero or nan.
+            [..., N] uint8 codes; 0 throughout a block whose scale is zero or nan, and `code_nan`
+            throughout a non-finite one, where the format has it.
 
         Exact: `encode(decode(c, s), s) == c` for every code but -0 and every usable scale.
         """
@@ -188,8 +194,11 @@ class Format:
         sign = _bits.negative(blocks)
         magnitude = rounding(self.bracket(blocks, scales, outer_scale, span_amax=span_amax), sign)
         code = magnitude | (sign.astype(jnp.int32) << (self.code_bits - 1))
-        code = jnp.where(once(self._live(scales, outer_scale))[..., None], code, 0).astype(jnp.uint8)
-        return self._from_blocks(code, length)
+        code = jnp.where(once(self._live(scales, outer_scale))[..., None], code, 0)
+        if self.code_nan is not None:
+            poisoned = _bits.block_amax(blocks)[..., None] >= _bits.RAW_INFINITY
+            code = jnp.where(poisoned, self.code_nan, code)
+        return self._from_blocks(code.astype(jnp.uint8), length)
 
     def inner(self, codes: Array, scales: Array, dtype: DTypeLike = jnp.float32) -> Array:
         """Element value times block scale, without the outer scale.

@@ -1,4 +1,4 @@
-"""FP8 E4M3: 8-bit elements under one float32 scale a row, or a block of 128; 8 bits a value."""
+"""FP8 E4M3: 8-bit elements under one float32 scale a row, or a block of 128, or given; 8 bits a value."""
 
 import dataclasses
 from typing import ClassVar
@@ -13,13 +13,18 @@ from fp4rl_jax.formats._grid import E4M3Bracket, Grid
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FP8E4M3(Format):
-    """E4M3 element * float32 outer scale (amax / 448); there are no scale bytes.
+    """E4M3 element * float32 outer scale; there are no scale bytes.
 
     Attributes:
         block_size: None for one scale a row (along the quantized axis), or 128.
+        outer: "row", the amax of the row (or of its block) / 448, or "static" (given by the caller, as a KV
+            cache's). The scale of a largest magnitude is then the smallest 2^k with amax <= 448 * 2^k, never
+            below 2^-126, and elements are nan throughout a non-finite row or block, which has no scale of
+            its own to say so.
     """
 
     block_size: int | None = choices(None, None, 128)
+    outer: str = choices("row", "row", "static")
     code_bits: ClassVar[int] = 8
     scale_width: ClassVar[int] = 0
     scale_nan: ClassVar[int | None] = None
@@ -32,13 +37,25 @@ class FP8E4M3(Format):
 
     @property
     def span(self) -> Span:
+        if self.outer == "static":
+            return "static"
         return "row" if self.block_size is None else "block"
 
     @property
     def outer_is_power_of_two(self) -> bool:
-        return False
+        return self.outer == "static"
+
+    @property
+    def code_nan(self) -> int | None:
+        return _e4m3.NAN_BYTE if self.outer == "static" else None
 
     def outer_from_amax(self, amax: Array) -> Array:
+        if self.outer == "static":
+            log, bound = _bits.log_form(amax), _bits.from_float(jnp.float32(_e4m3.MAX))
+            mask = (1 << _bits.MANTISSA) - 1  # 448 = 1.75 * 2^8: one binade more if the fraction is larger
+            more = ((log & mask) > (bound & mask)).astype(jnp.int32)
+            k = _bits.exponent(log) - _bits.exponent(bound) + more
+            return _bits.power_of_two(jnp.where(amax == 0, 0, jnp.maximum(k, -126)))
         quotient = _bits.divide(_bits.log_form(amax), _bits.from_float(jnp.float32(_e4m3.MAX)))
         smallest = jnp.int32(1 << _bits.MANTISSA)  # 2^-126: no consumer meets a subnormal scale
         scale = _bits.to_float(jnp.maximum(quotient, smallest))

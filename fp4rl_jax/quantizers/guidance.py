@@ -30,13 +30,15 @@ class Agreement:
 
 
 def recorded(hint: Hint) -> Array:
-    """[...] bool, whether the rollout recorded the token: the scales of one that it did not are all zero.
+    """[...] bool, whether the rollout recorded the token: the bytes of one that it did not are all zero.
 
     A recorded token that is zero throughout counts as not recorded where the format gives it the same
     bytes; either way its codes are zeros.
     """
     if hint.fmt.scale_width:
         return jnp.any(hint.scales != 0, axis=-1)
+    if hint.fmt.span == "static":  # which is no token's own
+        return jnp.any((hint.bits if isinstance(hint, CompactHint) else hint.packed) != 0, axis=-1)
     assert hint.outer_scale is not None  # a format without block scales has one
     return jnp.any(hint.outer_scale != 0, axis=-1)
 

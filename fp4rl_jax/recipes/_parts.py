@@ -50,11 +50,11 @@ def side(config: SiteConfig, spec: MatmulSpec) -> SideSpec:
 
 
 def kv_of(name: KvFormat) -> Quantizer | None:
-    """Keys and values in a format; its outer scale, where it has one over more than a row, is static."""
+    """Keys and values in a format; its outer scale, where it has one, is static."""
     if name == "none":
         return None
     fmt = formats.make(name)
-    return Quantizer(formats.make(fmt, outer="static") if fmt.span == "tensor" else fmt)
+    return Quantizer(fmt if fmt.span == "none" else formats.make(fmt, outer="static"))
 
 
 def nvfp4_weight() -> Quantizer:

@@ -217,3 +217,16 @@ def test_mxfp4_exact_vector():
         fmt = formats.make("mxfp4", scale_rule=rule)
         scales = fmt.choose_scales(x, _bits.block_amax(x)[None], None)
         assert float(decode(fmt)(encode(fmt)(x, scales), scales)[0]) == value
+
+
+def test_a_static_scale_of_fp8_is_the_smallest_power_of_two_that_clips_nothing():
+    """By hand about 448 = 1.75 * 2^8, and that every finite magnitude is held by no more than a binade."""
+    fmt = formats.make("fp8_e4m3", outer="static")
+    values = np.float32(
+        [0, 448, np.nextafter(np.float32(448), np.float32(449)), 1.75, 1.751, 3.0, 6.0, 2.0**-140]
+    )
+    scale = np.asarray(fmt.outer_from_amax(_bits.raw(jnp.asarray(values))))
+    np.testing.assert_array_equal(scale, np.exp2([0, 0, 1, -8, -7, -7, -6, -126]))
+    random = np.float32(np.exp2(np.random.default_rng(0).uniform(-100, 100, 4096)))
+    held = 448 * np.asarray(fmt.outer_from_amax(_bits.raw(jnp.asarray(random))), np.float64) / random
+    assert held.min() >= 1 and held.max() < 2
