@@ -9,7 +9,9 @@ that the head keeps its share. The arms differ in guidance alone: "without" is t
 cache, nothing recorded, nothing followed. Calls alternate between the arms; a figure is the least of an
 arm's calls: on a GPU the sum of all kernels of the call's profile, on a CPU the process's CPU time, which
 other work on the machine disturbs less than the clock. `--trained` takes the loss on the last columns of the
-sampled rows, however many of them were prompts. Prints JSON and writes it.
+sampled rows, however many of them were prompts. `--phases stream` compares an update whose records lie on the
+device with one that fetches them from host memory by microbatch (`--microbatch` below the rows), and
+says which of their results are equal. Prints JSON and writes it.
 """
 
 import argparse
@@ -20,7 +22,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +34,7 @@ from fp4rl_jax.batch import Rollouts
 from fp4rl_jax.models import ModelConfig, guidance
 from fp4rl_jax.ops.spec import Side
 from fp4rl_jax.rollout import calibrate, publish
-from fp4rl_jax.trainer import init_state, update
+from fp4rl_jax.trainer import Outcome, init_state, place, update
 
 ROOT = Path(__file__).parent.parent
 MODELS = rl_step.MODELS | {
@@ -41,6 +43,7 @@ MODELS = rl_step.MODELS | {
     )
 }
 PHASES = ("rollout", "update")
+ARMS = ("with", "without")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,7 @@ class Calls:
 
     rollout: dict[str, Callable[[], Any]]
     update: dict[str, Callable[[], Any]]
+    stream: dict[str, Callable[[], Any]]
 
 
 def least(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, dict[str, float]]:
@@ -75,14 +79,35 @@ def sampler_of(config: ModelConfig, side: Side, params: Any, shape: rl_step.Shap
 
 
 def update_of(
-    config: ModelConfig, side: Side, params: Any, out: Rollouts, shape: rl_step.Shape, masters: str
-) -> Callable[[], Any]:
+    config: ModelConfig, side: Side, params: Any, out: Rollouts, shape: rl_step.Shape, masters: str,
+    memory: Literal["device", "host"] = "device",
+) -> Callable[[], Outcome]:  # fmt: skip
     """A function that makes an update of GRPO on the rollouts, always from the same state."""
     learner = rl_step.learner_of(config, side, shape, masters=masters, remat="layer")
-    state = init_state(params, learner.subset, learner.config)
+    settings = dataclasses.replace(learner.config, guidance_memory=memory)
+    learner = dataclasses.replace(learner, config=settings)
+    state = init_state(params, learner.subset, settings)
     batch = train_batch(out, jax.random.normal(jax.random.key(2), out.tokens.shape[:1]), ref_logprobs=None)
+    placed, held = place(jax.device_get(batch), settings, None)
+    placed = jax.device_put(placed, jax.devices()[0])
     step = jax.jit(update, static_argnames="learner")
-    return lambda: step(state, batch, learner=learner)[1].loss
+    return lambda: step(state, placed, None, held, learner=learner)[1]
+
+
+def equalities(calls: dict[str, Callable[[], Outcome]]) -> dict[str, dict[str, bool]]:
+    """Which results have the bits of the first call on the device: again there, and from host memory.
+
+    Where a GPU adds up gradients with atomics, no second call need have the first one's norm.
+    """
+    first = jax.device_get(calls["device"]())
+    found = {}
+    for memory, call in calls.items():
+        other = jax.device_get(call())
+        found[memory] = {
+            name: getattr(first, name).tobytes() == getattr(other, name).tobytes()
+            for name in ("loss", "grad_norm", "trainer_logprobs")
+        }
+    return found
 
 
 def trained(out: Rollouts, columns: int | None) -> Rollouts:
@@ -100,13 +125,20 @@ def calls_of(config: ModelConfig, asked: argparse.Namespace, shape: rl_step.Shap
     params = models.init_params(config, jax.random.key(0), dtype=asked.masters)
     arms = {"with": rollout, "without": rollout.without_capture()}
     samplers = {name: sampler_of(config, side, params, shape) for name, side in arms.items()}
-    if "update" not in asked.phases:
-        return Calls(rollout=samplers, update={})
+    if asked.phases == ["rollout"]:
+        return Calls(rollout=samplers, update={}, stream={})
     drawn = {name: trained(call(), asked.trained) for name, call in samplers.items()}
-    updates = {
-        name: update_of(config, trainer, params, out, shape, asked.masters) for name, out in drawn.items()
-    }
-    return Calls(rollout=samplers, update=updates)
+    given = (shape, asked.masters)
+    updates = {name: update_of(config, trainer, params, out, *given) for name, out in drawn.items()}
+    out = drawn["with"]
+    host = (
+        update_of(config, trainer, params, out, *given, memory="host")
+        if shape.microbatch < shape.rows
+        else None
+    )
+    return Calls(
+        rollout=samplers, update=updates, stream={"device": updates["with"], "host": host} if host else {}
+    )
 
 
 def main() -> None:
@@ -123,7 +155,7 @@ def main() -> None:
     parser.add_argument("--trained", type=int, help="columns that carry the loss; needs --group 1")
     parser.add_argument("--microbatch", type=int, help="rows of an update at once; all by default")
     parser.add_argument("--masters", choices=("bfloat16", "float32"), default="float32")
-    parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
+    parser.add_argument("--phases", nargs="+", choices=(*PHASES, "stream"), default=list(PHASES))
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/guidance_cost_cpu.json")
     asked = parser.parse_args()
@@ -134,11 +166,13 @@ def main() -> None:
         prompts=asked.prompts, group=asked.group, prompt_width=asked.prompt_width, tokens=asked.tokens,
         microbatch=asked.microbatch or asked.prompts * asked.group,
     )  # fmt: skip
+    if "stream" in asked.phases and shape.microbatch >= shape.rows:
+        parser.error(f"--microbatch {asked.microbatch}: stream needs it below the {shape.rows} rows")
     calls = calls_of(config, asked, shape)
     found = {phase: least(getattr(calls, phase), asked.repeats) for phase in asked.phases}
     kernel = {phase: one["kernel"] for phase, one in found.items()}
-    if len(kernel) == len(PHASES):
-        kernel["both"] = {name: sum(kernel[phase][name] for phase in PHASES) for name in ("with", "without")}
+    if all(phase in kernel for phase in PHASES):
+        kernel["both"] = {name: sum(kernel[phase][name] for phase in PHASES) for name in ARMS}
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     _, rollout = rl_step.sides("trace", config)
     record: dict[str, Any] = {
@@ -151,10 +185,11 @@ def main() -> None:
         "device": jax.devices()[0].device_kind,
         "bytes a token": guidance.record_bytes(config, rollout.specs, rollout.kv),
         "seconds": found,
-        "share": {phase: arm["with"] / arm["without"] - 1 for phase, arm in kernel.items()},
+        "equal": equalities(calls.stream) if "stream" in asked.phases else None,
+        "share": {phase: arm["with"] / arm["without"] - 1 for phase, arm in kernel.items() if "with" in arm},
     }
     asked.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps({key: record[key] for key in ("seconds", "share")}, indent=1))
+    print(json.dumps({key: record[key] for key in ("seconds", "equal", "share")}, indent=1))
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ class TrainBatch:
             update of a rollout, where they equal the current ones by definition (ratio 1).
         ref_logprobs: [B, T] float32, a frozen reference's, or None without a KL term.
         candidates, candidate_logprobs: as in `Rollouts`.
-        guidance: the rollout's, passed on as `hint`.
+        guidance: the rollout's, passed on as `hint`: by row and column like the tokens, packed or not.
         weighting: weights of the tokens' losses and their reduction, or None: the algorithm's own mean.
         segments: [B, T] int32, the example of each column where rows hold several, counted from 1, and 0 on
             padding; None in the layout above. Tokens see their own example alone.

@@ -22,7 +22,8 @@ from fp4rl_jax.models import guidance
 from fp4rl_jax.ops import machine
 from fp4rl_jax.ops.cost import residual_cost
 from fp4rl_jax.ops.spec import Side
-from fp4rl_jax.parallel import Layout, put_rows
+from fp4rl_jax.parallel import Layout
+from fp4rl_jax.parallel.memory import require_host_memory
 from fp4rl_jax.rollout import (
     Evaluation,
     Evaluator,
@@ -39,7 +40,16 @@ from fp4rl_jax.rollout import (
 from fp4rl_jax.runs import RunDirectory, build_manifest, precision
 from fp4rl_jax.tasks import Item, Task
 from fp4rl_jax.text import Tokenizer, byte_tokenizer, encode_prompts
-from fp4rl_jax.trainer import Learner, TrainState, abstract_state, backbone, init_state, plan, score_batch
+from fp4rl_jax.trainer import (
+    Learner,
+    TrainState,
+    abstract_state,
+    backbone,
+    init_state,
+    place,
+    plan,
+    score_batch,
+)
 
 _score = jax.jit(score_batch, static_argnames="learner")
 
@@ -57,9 +67,12 @@ def sides(config: Config, model: models.ModelConfig, layout: Layout | None = Non
 
     Raises:
         ValueError: a recipe's pattern matches no site of this model, what one side records does not guide
-            the other, this machine does not keep `ops.order`, or the mesh would cut a block or a head.
+            the other, this machine does not keep `ops.order` or has no host memory for guidance, or the mesh
+            would cut a block or a head.
     """
     machine.require_order(config.ops.order, machine.current())
+    if config.trainer.guidance_memory == "host":
+        require_host_memory(jax.devices()[0])
     names = models.sites(model)
     trainer, rollout = config.recipe.trainer, config.recipe.rollout
     ours = trainer.module.trainer(trainer.config)
@@ -116,8 +129,7 @@ class Builder:
         """The first state; `data` gives the prompts of the first batch where the rollout calibrates."""
         places = None
         if self.sides.trainer.layout is not None:
-            plain = dataclasses.replace(self.template(), calibration=None)
-            places = jax.tree.map(lambda leaf: leaf.sharding, plain)
+            places = jax.tree.map(lambda leaf: leaf.sharding, self.template(calibrated=False))
         state = init_state(self.params(), self.learner.subset, self.config.trainer, shardings=places)
         if data is None or not calibrate.is_needed(self.sides.rollout):
             return state
@@ -129,12 +141,16 @@ class Builder:
         )
         return dataclasses.replace(state, calibration=found)
 
-    def template(self) -> TrainState:
-        """Shapes of the state, on a mesh with their shardings, to restore a checkpoint into."""
+    def template(self, *, calibrated: bool = True) -> TrainState:
+        """Shapes of the state, on a mesh with their shardings, to restore a checkpoint into.
+
+        Args:
+            calibrated: whether the run samples, hence has the calibration that its rollout asks for.
+        """
         shapes = models.abstract_params(self.model)
         state = abstract_state(shapes, self.learner.subset, self.config.trainer)
         side = self.sides.rollout
-        if calibrate.is_needed(side):
+        if calibrated and calibrate.is_needed(side):
             empty = jax.eval_shape(lambda: calibrate.empty(self.model, side))
             state = dataclasses.replace(state, calibration=empty)
         if side.layout is None:
@@ -200,7 +216,12 @@ class Builder:
             return None
         first = self.state()
         layout = self.sides.trainer.layout
-        return lambda rollouts: _score(first, put_rows(rollouts, layout), base, learner=self.learner)
+
+        def score(rollouts: Rollouts) -> Array:
+            placed, held = place(rollouts, self.config.trainer, layout)
+            return _score(first, placed, base, held, learner=self.learner)
+
+        return score
 
     def collector(self, data: Prompts) -> Collector:
         """Prompts to scored rollouts."""

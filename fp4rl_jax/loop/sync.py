@@ -18,8 +18,8 @@ from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.batch import Rollouts, TrainBatch
 from fp4rl_jax.loop import record
 from fp4rl_jax.loop.collect import Collected, Collector, collect
-from fp4rl_jax.parallel import put_rows, put_whole
-from fp4rl_jax.trainer import Learner, Outcome, TrainState, score_batch, update
+from fp4rl_jax.parallel import put_whole
+from fp4rl_jax.trainer import Learner, Outcome, TrainState, device_bytes, place, score_batch, update
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,6 +116,8 @@ def train_step(state: TrainState, number: int, parts: Parts) -> tuple[TrainState
     row |= clock.row(collected.sampled_tokens)
     if collected.rollouts.guidance:
         row["guidance_age"] = float(age)
+        settings = parts.learner.config, parts.learner.side.layout
+        row["guidance_device_bytes"] = float(device_bytes(collected.rollouts.guidance, *settings))
     row["params_version"] = float(int(collected.rollouts.params_version))
     problems = tuple(_problems(number, learned.outcomes, collected))
     for line in problems:
@@ -146,21 +148,36 @@ def learn(
     rounds at random gets a key an update, folded in from `key`.
     """
     first, *later = _shares(batch, learner.config.updates_per_rollout)
-    layout = learner.side.layout
-    later = [
-        dataclasses.replace(share, old_logprobs=_score(state, put_rows(share, layout), base, learner=learner))
-        for share in later
-    ]
-    step = _update if layout is None else _update_on_mesh
+    config, layout = learner.config, learner.side.layout
+
+    def scored(share: TrainBatch) -> TrainBatch:
+        placed, held = place(share, config, layout)
+        return dataclasses.replace(share, old_logprobs=_score(state, placed, base, held, learner=learner))
+
+    later = [scored(share) for share in later]
     outcomes = []
     for index, share in enumerate([first, *later]):
         own = jax.random.fold_in(key, index) if learner.side.specs.is_stochastic else None
-        share, own = put_rows(share, layout), put_whole(own, layout)
-        state, outcome = step(state, share, base, learner=learner, key=own)
-        outcomes.append(jax.device_get(outcome))
+        state, outcome = make_update(state, share, base, learner=learner, key=own)
+        outcomes.append(outcome)
     old = [outcomes[0].trainer_logprobs, *(share.old_logprobs for share in later)]
     learned = Learned(outcomes=tuple(outcomes), old_logprobs=np.concatenate([np.asarray(x) for x in old]))
     return dataclasses.replace(state, params_version=state.params_version + 1), learned
+
+
+def make_update(
+    state: TrainState, batch: TrainBatch, base: PyTree, *, learner: Learner, key: Array | None
+) -> tuple[TrainState, Outcome]:
+    """One update from a host batch, on one device or on the learner's mesh; `state` is donated.
+
+    Returns:
+        The next state, and the outcome on the host.
+    """
+    layout = learner.side.layout
+    step = _update if layout is None else _update_on_mesh
+    (placed, held), key = place(batch, learner.config, layout), put_whole(key, layout)
+    state, outcome = step(state, placed, base, held, learner=learner, key=key)
+    return state, jax.device_get(outcome)
 
 
 def _shares(batch: TrainBatch, count: int) -> list[TrainBatch]:

@@ -5,6 +5,8 @@ a token took (`routing`), or the codes and scales of a site's input. A record ma
 the model has; they are then the deepest ones.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -140,6 +142,22 @@ def pack_hint(guidance: dict[str, PyTree], *, prompt_width: int, group_size: int
         after = after.reshape(prompts.shape[0], columns, *x.shape[2:])
         return jnp.moveaxis(jnp.concatenate([prompts, after], axis=1), 2, 0)
 
+    return _stacked(guidance, one)
+
+
+def packed_hint(guidance: dict[str, PyTree]) -> dict[str, PyTree]:
+    """Guidance of rows that hold several examples, by column like their tokens.
+
+    Args:
+        guidance: {name: leaves [B, T, L, ...]}.
+
+    Returns:
+        {name: leaves [L, B, T - 1, ...]}, as `pack_hint`.
+    """
+    return _stacked(guidance, lambda x: jnp.moveaxis(jnp.asarray(x)[:, :-1], 2, 0))
+
+
+def _stacked(guidance: dict[str, PyTree], one: Callable[[Array], Array]) -> dict[str, PyTree]:
     return {
         name: jax.tree.map(lambda x: jnp.asarray(x)[0], tree)
         if name == kv.SCALES

@@ -17,7 +17,7 @@ from fp4rl_jax import ops
 from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.models.blocks import Stats
 from fp4rl_jax.models.config import ModelConfig
-from fp4rl_jax.models.guidance import pack_hint
+from fp4rl_jax.models.guidance import pack_hint, packed_hint
 from fp4rl_jax.models.numerics import round_to, sum_last
 from fp4rl_jax.models.params import head_weight
 from fp4rl_jax.models.placement import in_use
@@ -471,6 +471,7 @@ def score_packed(
     temperature: float,
     chunk: int = 128,
     key: Array | None = None,
+    guidance: PyTree = None,
     stats: Stats = "off",
     remat: Remat = "none",
     trainable_from: int = 0,
@@ -483,6 +484,7 @@ def score_packed(
         tokens: [B, T] int32. segments: [B, T] int32, see `TrainBatch`.
         wanted: [B, T] bool, the tokens to score; the first of an example has nothing before it and
             cannot be one of them.
+        guidance: {name: leaves [B, T, L, ...]} by column of these rows, or None.
         The rest is as in `score`.
 
     Returns:
@@ -500,6 +502,7 @@ def score_packed(
         token_mask=before > 0,
         segments=before,
         key=key,
+        hint=packed_hint(guidance or {}),
         stats=stats,
         remat=remat,
         trainable_from=trainable_from,

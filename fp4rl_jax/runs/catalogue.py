@@ -89,6 +89,7 @@ CATALOGUE = (
         "moe/changed_share", "0..1", "Share of tokens, over layers, whose experts differ from the rollout's."
     ),
     Metric("guidance_bytes_per_token", "bytes", "What the rollout records of a token for the trainer."),
+    Metric("guidance_device_bytes", "bytes", "Guidance that lies on a device while an update runs."),
     Metric("guidance_age", "versions", "Parameter versions between the recording and the first update."),
     Metric("trained_examples", "examples", "Supervised training: examples of the step's batch."),
     Metric("trained_tokens", "tokens", "Supervised training: the tokens that the loss is the mean of."),

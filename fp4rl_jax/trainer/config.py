@@ -46,6 +46,8 @@ class TrainerConfig:
             the batch, and is a multiple or a divisor of the group size.
         updates_per_rollout: optimizer updates made from one batch of rollouts, each on its own
             share of the groups.
+        guidance_memory: where a rollout's records wait for the update: on the "device", or in "host" memory,
+            from where every microbatch's part is fetched while the one before it is computed.
         remat: "layer" recomputes a layer in the backward, "none" keeps its activations.
         logprob_chunk: rows of the [rows, V] logits that exist at once.
         max_skipped: non-finite updates in a row after which the run stops.
@@ -58,6 +60,7 @@ class TrainerConfig:
     trainable: tuple[str, ...] = ("*",)
     microbatch_rows: int | None = None
     updates_per_rollout: int = 1
+    guidance_memory: Literal["device", "host"] = "device"
     remat: Literal["layer", "none"] = "layer"
     logprob_chunk: int = 256
     max_skipped: int = 3
@@ -99,10 +102,14 @@ def _check_rows(config: TrainerConfig, *, num_prompts: int, group_size: int) -> 
         updates >= 1 and num_prompts % updates == 0,
         "trainer.updates_per_rollout", updates, f"a divisor of loop.num_prompts = {num_prompts}",
     )  # fmt: skip
-    rows = config.microbatch_rows
+    rows, batch = config.microbatch_rows, num_prompts // updates * group_size
+    _require(
+        config.guidance_memory == "device" or (rows is not None and rows < batch),
+        "trainer.guidance_memory", config.guidance_memory,
+        f'"device", or trainer.microbatch_rows ({rows}) below the {batch} rows of an update',
+    )  # fmt: skip
     if rows is None:
         return
-    batch = num_prompts // updates * group_size
     _require(rows >= 1 and batch % rows == 0, "trainer.microbatch_rows", rows, f"a divisor of {batch} rows")
     _require(
         rows % group_size == 0 or group_size % rows == 0,

@@ -27,6 +27,7 @@ from fp4rl_jax.trainer.backbone import backbone, with_backbone
 from fp4rl_jax.trainer.config import TrainerConfig
 from fp4rl_jax.trainer.optim import optimizer, schedule
 from fp4rl_jax.trainer.state import TrainState
+from fp4rl_jax.trainer.stream import over_microbatches
 from fp4rl_jax.trainer.subset import Flat, Subset, merge
 
 
@@ -105,6 +106,7 @@ def update(
     state: TrainState,
     batch: TrainBatch,
     base: PyTree | None = None,
+    held: PyTree = None,
     *,
     learner: Learner,
     key: Array | None = None,
@@ -118,6 +120,7 @@ def update(
         state: the trainer's state; safe to donate.
         batch: [B, T] arrays as `TrainBatch` says.
         base: `backbone(state.frozen, ...)`; made here where it is not given.
+        held: the batch's guidance where it waits in host memory, as `stream.place` leaves it, or None.
         learner: the static surroundings.
         key: typed PRNG key of this update, for a side that rounds gradients at random; other sides
             leave it unused.
@@ -127,7 +130,7 @@ def update(
     """
     base = _backbone(state, learner) if base is None else base
     shares = _microbatches(batch, learner)
-    grads, parts = _accumulate(state, base, shares, learner, key=key)
+    grads, parts = _accumulate(state, base, shares, held, learner, key=key)
     count = _divisor(jnp.sum(parts.count))
     grads = jax.tree.map(lambda g: g / count, grads)
     loss = jnp.sum(parts.total) / count
@@ -154,9 +157,14 @@ def update(
 
 
 def score_batch(
-    state: TrainState, batch: TrainBatch | Rollouts, base: PyTree | None = None, *, learner: Learner
+    state: TrainState,
+    batch: TrainBatch | Rollouts,
+    base: PyTree | None = None,
+    held: PyTree = None,
+    *,
+    learner: Learner,
 ) -> Array:
-    """The trainer's log-probs [B, T] of a batch, in the update's own microbatch geometry."""
+    """The trainer's log-probs [B, T] of a batch, in the update's own microbatch geometry; see `update`."""
     base = _backbone(state, learner) if base is None else base
     fused = with_backbone(models.fuse(state.params), base)
     asked = TrainBatch(
@@ -170,7 +178,10 @@ def score_batch(
         group_size=batch.group_size,
     )
     shares = _microbatches(asked, learner)
-    found = jax.lax.map(lambda share: _score(fused, share, learner).logprobs, shares)
+    _, found = over_microbatches(
+        lambda _, share, __: (None, _score(fused, share, learner).logprobs),
+        None, shares, held, layout=learner.side.layout,
+    )  # fmt: skip
     return constrain_whole(found.reshape(batch.tokens.shape), learner.side.layout)
 
 
@@ -193,6 +204,8 @@ def _microbatches(batch: TrainBatch, learner: Learner) -> TrainBatch:
     On a mesh the rows of every microbatch are shared out, so that no device waits for its turn.
     """
     num_rows, layout = batch.tokens.shape[0], learner.side.layout
+    if learner.config.guidance_memory == "host" and batch.guidance:
+        raise ValueError('guidance_memory = "host": expected a batch from `stream.place`, got its guidance')
     rows = learner.config.microbatch_rows or num_rows
     if num_rows % rows:
         raise ValueError(f"microbatch_rows = {rows} does not divide the batch of {num_rows} rows")
@@ -217,7 +230,9 @@ def _score(
         "watch": "all" if learner.model.num_experts else "off",
     }
     if share.segments is not None:
-        return logprobs.score_packed(fused, share.tokens, share.segments, share.loss_mask, **common)
+        return logprobs.score_packed(
+            fused, share.tokens, share.segments, share.loss_mask, guidance=share.guidance, **common
+        )
     return logprobs.score(
         fused,
         share.tokens,
@@ -254,22 +269,25 @@ def _denominators(shares: TrainBatch, learner: Learner) -> terms.Denominators:
     return terms.Denominators(loss=total, segments=segments, microbatches=parts)
 
 
-def _gate_ahead(shares: TrainBatch, fused: Any, learner: Learner) -> TrainBatch:
+def _gate_ahead(shares: TrainBatch, held: PyTree, fused: Any, learner: Learner) -> TrainBatch:
     """Attaches the Gate's weights to every microbatch where the update's count depends on them."""
     several = learner.adds_terms and shares.tokens.shape[0] > 1
     if not (several and terms.counts_weights(learner.triage)):
         return shares
-    return jax.lax.map(
-        lambda share: terms.gated(share, _score(fused, share, learner).logprobs, learner.triage), shares
-    )
+
+    def weigh(_: None, share: TrainBatch, __: None) -> tuple[None, Any]:
+        return None, terms.gated(share, _score(fused, share, learner).logprobs, learner.triage).weighting
+
+    _, weighting = over_microbatches(weigh, None, shares, held, layout=learner.side.layout)
+    return dataclasses.replace(shares, weighting=weighting)
 
 
 def _accumulate(
-    state: TrainState, base: PyTree, shares: TrainBatch, learner: Learner, *, key: Array | None
+    state: TrainState, base: PyTree, shares: TrainBatch, held: PyTree, learner: Learner, *, key: Array | None
 ) -> tuple[Flat, _Parts]:
     """Sums the gradients of the loss sums over microbatches, in order; each has a key of its own."""
     frozen, base = jax.lax.stop_gradient((state.frozen, base))
-    shares = _gate_ahead(shares, with_backbone(models.fuse(state.params), base), learner)
+    shares = _gate_ahead(shares, held, with_backbone(models.fuse(state.params), base), learner)
     denominators = _denominators(shares, learner)
 
     count = jax.tree.leaves(shares)[0].shape[0]
@@ -280,15 +298,15 @@ def _accumulate(
         scores = _score(fused, share, learner, stats=learner.stats, key=key)
         return _loss(scores, share, learner, denominators)
 
-    def step(grads: Flat, scanned: tuple[TrainBatch, Array | None]) -> tuple[Flat, _Parts]:
-        (_, parts), new = jax.value_and_grad(loss_sum, has_aux=True)(state.trainable, *scanned)
+    def step(grads: Flat, share: TrainBatch, key: Array | None) -> tuple[Flat, _Parts]:
+        (_, parts), new = jax.value_and_grad(loss_sum, has_aux=True)(state.trainable, share, key)
         finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in new.values()]))
         grads = {path: grads[path] + new[path].astype(jnp.float32) for path in grads}
         grads = models.constrain_params(grads, learner.model, learner.side.layout)
         return grads, dataclasses.replace(parts, finite_grads=finite)
 
     zeros = {path: jnp.zeros(x.shape, jnp.float32) for path, x in state.trainable.items()}
-    return jax.lax.scan(step, zeros, (shares, keys))
+    return over_microbatches(step, zeros, shares, held, keys, layout=learner.side.layout)
 
 
 def _loss(

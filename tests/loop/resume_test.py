@@ -77,6 +77,24 @@ def test_resuming_after_any_step_changes_nothing(whole, tmp_path, first):
 
 
 @pytest.mark.slow
+def test_guidance_in_host_memory_changes_no_metric_of_a_resumed_run(tmp_path):
+    """1 + 1 steps with records in host memory are 2 with them on the device, but for the bytes there."""
+    chosen = ("recipe.name=trace", "eval.problems=0", "trainer.microbatch_rows=2")
+    folders = [tmp_path / name for name in ("device", "host")]
+    assert train(config(folders[0], *chosen, "loop.steps=2")) == exit_codes.OK
+    for steps in (1, 2):
+        more = ("trainer.guidance_memory=host", f"loop.steps={steps}")
+        assert train(config(folders[1], *chosen, *more)) == exit_codes.OK
+    lines = [metrics(folder) for folder in folders]
+    held = [[line.pop("guidance_device_bytes") for line in run] for run in lines]
+    assert [0.5 * size for size in held[0]] == held[1]  # two of four microbatches
+    assert lines[0] == lines[1]
+    other = restored(folders[1], "recipe.name=trace")
+    for path, leaf in restored(folders[0], "recipe.name=trace").items():
+        np.testing.assert_array_equal(other[path], leaf, err_msg=path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["quads", "trace"])
 def test_running_statistics_are_part_of_what_is_resumed(tmp_path, recipe):
     """A recipe whose rollout calibrates: 1 + 1 steps are 2 steps in metrics, columns and KV scales."""
@@ -104,17 +122,15 @@ def recorded_bytes(folder: Path) -> int:
     return guidance.record_bytes(made.model, made.sides.rollout.specs, made.sides.rollout.kv)
 
 
-def restored(folder: Path) -> dict[str, np.ndarray]:
+def restored(folder: Path, *more: str) -> dict[str, np.ndarray]:
     """Trained and frozen parameters and moments of the last checkpoint, by path."""
     import jax
 
-    from fp4rl_jax import models
     from fp4rl_jax.cli import _job
     from fp4rl_jax.runs import Checkpointer
-    from fp4rl_jax.trainer import abstract_state
 
-    made = _job.builder(config(folder))
-    template = abstract_state(models.abstract_params(made.model), made.learner.subset, made.config.trainer)
+    made = _job.builder(config(folder, *more))
+    template = made.template()
     state = Checkpointer(folder / "ci-grpo" / "checkpoints").restore(template).state
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}

@@ -179,3 +179,44 @@ def test_a_planted_record_reaches_the_token_and_layer_it_was_planted_at(config, 
     ends = WIDTH + mask[:, WIDTH:].sum(axis=1) - 1
     jax.tree.map(lambda leaf: leaf.__setitem__((np.arange(ROWS), ends), 0), last)
     np.testing.assert_array_equal(whole(last), found)
+
+
+def test_a_record_is_packed_by_the_index_map_of_the_tokens(rng):
+    """Rows of several examples: each has the bits, under its own record, that it has in a row of its own."""
+    trainer, rollout = sides(DENSE)
+    params = models.init_params(DENSE, jax.random.key(3))
+    fused = models.fuse(jax.tree.map(lambda w: w * 4 if w.ndim > 2 else w, params))
+    record = planted(rng, DENSE, rollout)
+    lengths, columns = (5, 9, 4, 6), 14
+    ids = np.where(np.arange(9) < np.array(lengths)[:, None], rng.integers(0, 32, (ROWS, 9)), 0)
+    places = [(0, 0), (0, 5), (1, 0), (1, 4)]  # of examples 0..3
+    source = np.concatenate([np.full(n, i) for i, n in enumerate(lengths)])
+    column = np.concatenate([np.arange(n) for n in lengths])
+    row = np.array([places[i][0] for i in source])
+    begin = np.array([places[i][1] for i in source])
+
+    def packed(leaf: np.ndarray) -> np.ndarray:
+        """Every [B, T, ...] leaf by the one index map."""
+        found = np.zeros((2, columns, *leaf.shape[2:]), leaf.dtype)
+        found[row, begin + column] = leaf[source, column]
+        return found
+
+    own = np.repeat(np.arange(1, ROWS + 1, dtype=np.int32)[:, None], 9, axis=1)
+    own *= np.arange(9) < np.array(lengths)[:, None]
+
+    @jax.jit
+    def score(tokens, segments, record):
+        return models.score_packed(
+            fused, tokens, segments, segments > 0, guidance=record, config=DENSE, side=trainer,
+            temperature=1.0, chunk=8,
+        ).logprobs  # fmt: skip
+
+    alone = np.asarray(score(ids.astype(np.int32), own, record))
+    tokens, segments = packed(ids.astype(np.int32)), packed(own)
+    whole = np.asarray(score(tokens, segments, jax.tree.map(packed, record)))
+    np.testing.assert_array_equal(whole, packed(alone))
+    assert (packed(alone) != 0).sum() == sum(lengths) - ROWS
+    for axis, by in ((1, 1), (0, 1)):  # a column or a row off
+        moved = jax.tree.map(lambda leaf, a=axis, n=by: np.roll(packed(leaf), n, axis=a), record)
+        off = np.abs(np.asarray(score(tokens, segments, moved)) - whole) > 1e-3
+        assert {int(s) for s in segments[off]} == {1, 2, 3, 4}

@@ -1,0 +1,50 @@
+"""A packed KV cache and guidance on data = 2 x tensor = 2 simulated devices: the bits of one device.
+
+`_guided_on_mesh.py` computes, in a process each, for every format of the cache and for `trace`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).parent / "_guided_on_mesh.py"
+FLAGS = "--xla_force_host_platform_device_count=4 --xla_cpu_multi_thread_eigen=false"
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=["nvfp4", "mxfp4", "hif4", "fp8_e4m3", "trace"])
+def found(request, tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp(request.param)
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax")}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(SCRIPT), request.param, str(folder)],
+        env={**os.environ, **cache, "XLA_FLAGS": FLAGS, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=1800,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((folder / "found.json").read_text())
+
+
+def test_tokens_logprobs_codes_and_scales_of_the_cache_are_those_of_one_device(found):
+    """In the fixed order, records of the cache and of guided sites included.
+
+    In the free one `tensor` splits the first layer's keys and values by head, none of their sums; what flips
+    behind it is counted.
+    """
+    assert found["sampled"].pop("codes") > 8
+    assert found["sampled"] == {"tokens": True, "logprobs": True, "records": True}
+    print(f"codes of the cache that flip in the free order: {found['free']}")
+    assert found["free"]["first layer"] == 0.0
+
+
+def test_a_record_follows_its_rows_over_the_mesh_from_either_memory(found):
+    """Scores are those of one device and of the rollout; another microbatch's record gives others."""
+    here = found["guided"]
+    assert here["one"] and here["host"] and here["kinds"]
+    assert here["rollout"] == 0 and here["swapped"] > 1e-3
