@@ -6,32 +6,31 @@ from pathlib import Path
 
 import jax
 
-from fp4rl_jax import interchange, models
-from fp4rl_jax.arrays import dtype_of
-from fp4rl_jax.cli import _job
+from fp4rl_jax import interchange
+from fp4rl_jax.arrays import PyTree, dtype_of
+from fp4rl_jax.cli import _devices, _job
 from fp4rl_jax.config import Config
 from fp4rl_jax.corrections import none
 from fp4rl_jax.data import Examples, Prompts, chat_items, encode_examples, pack_examples, require_answers
 from fp4rl_jax.loop import Bound, Job
 from fp4rl_jax.loop.supervised import SupervisedParts, negative_log_likelihood, supervised_step
 from fp4rl_jax.objectives.triage import TriageConfig
+from fp4rl_jax.parallel import constrain_whole
 from fp4rl_jax.runs import RunDirectory
-from fp4rl_jax.trainer import Learner, TrainState, abstract_state, backbone, join_layers
+from fp4rl_jax.trainer import Learner, TrainState, backbone, join_layers
 
 
 def job(config: Config, directory: RunDirectory, *, target: str) -> tuple[Job, _job.Builder]:
     """The job that `loop.run` runs, a step of which trains on num_prompts * group_size examples.
 
     Raises:
-        ValueError: the configuration does not fit, or the task has no answers.
+        ValueError: the configuration or the mesh does not fit, or the task has no answers.
         CheckpointError: no released family can express the model, so it could not be written.
         FileExistsError: `target` is there already.
     """
     if Path(target).exists():
         raise FileExistsError(f"{target} exists; choose another --output")
-    if config.mesh.num_devices != 1:
-        raise ValueError(f"the mesh {config.mesh.spelled}: fp4rl sft takes one device")
-    made = _job.builder(config)
+    made = _job.builder(config, _devices.layout(config))
     interchange.config_fields(made.model)
     made = dataclasses.replace(made, learner=supervised(made.learner))
     items = chat_items(config.sft.path) if config.sft.path else made.task.train
@@ -43,7 +42,7 @@ def job(config: Config, directory: RunDirectory, *, target: str) -> tuple[Job, _
             directory=directory,
             steps=config.loop.steps,
             make_state=made.state,
-            template=template(made),
+            template=made.template(calibrated=False),
             make_parts=partial(_parts, made, data),
             data=data,
             evaluate=made.evaluation(),
@@ -94,14 +93,19 @@ def _parts(made: _job.Builder, data: Prompts, state: TrainState) -> SupervisedPa
     )
 
 
-def template(made: _job.Builder) -> TrainState:
-    """The state's shapes, to restore into."""
-    return abstract_state(models.abstract_params(made.model), made.learner.subset, made.config.trainer)
-
-
 def export(job: Job, made: _job.Builder, target: str) -> Path:
-    """Writes the last checkpoint's parameters as a Hugging Face folder, in `rollout.dtype`."""
+    """Writes the last checkpoint's parameters as a Hugging Face folder, in `rollout.dtype`.
+
+    On a mesh every device gets them whole for it; process 0 writes.
+    """
     state = job.directory.checkpoints.restore(job.template).state
-    dtype = dtype_of(made.config.rollout.dtype)
-    params = jax.tree.map(lambda x: x.astype(dtype), join_layers(state.params))
-    return interchange.save_hf(params, target, config=made.model, tokenizer=made.tokenizer)
+    dtype, layout = dtype_of(made.config.rollout.dtype), made.sides.trainer.layout
+
+    @jax.jit
+    def whole(params: PyTree) -> PyTree:
+        return constrain_whole(jax.tree.map(lambda x: x.astype(dtype), params), layout)
+
+    params = whole(join_layers(state.params))
+    if jax.process_index() == 0:
+        interchange.save_hf(params, target, config=made.model, tokenizer=made.tokenizer)
+    return Path(target)

@@ -14,11 +14,9 @@ from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.batch import TrainBatch
 from fp4rl_jax.data import Examples
 from fp4rl_jax.loop import record
-from fp4rl_jax.loop.sync import Step
+from fp4rl_jax.loop.sync import Step, make_update
 from fp4rl_jax.objectives.means import masked_sum
-from fp4rl_jax.trainer import Learner, TrainState, update
-
-_update = jax.jit(update, static_argnames="learner", donate_argnums=0)
+from fp4rl_jax.trainer import Learner, TrainState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,8 +67,7 @@ def supervised_step(state: TrainState, number: int, parts: SupervisedParts) -> t
     examples = parts.draw()
     batch = batch_of(examples, prompt_width=parts.prompt_width)
     key = jax.random.fold_in(parts.key, number) if parts.learner.side.specs.is_stochastic else None
-    state, outcome = _update(state, batch, parts.base, learner=parts.learner, key=key)
-    outcome = jax.device_get(outcome)
+    state, outcome = make_update(state, batch, parts.base, learner=parts.learner, key=key)
     row = record.update_row([outcome])
     row["trained_examples"] = float(examples.count)
     row["trained_tokens"] = float(examples.loss_mask.sum())
