@@ -98,6 +98,7 @@ class _Plan:
         self.steps = k // config.tile_k // config.parts()
         self.residual_steps = residual_k // config.tile_k
         self.early = config.early and not interpret
+        self.scales_first = config.tile_m <= 32
         self.moves_registers = config.registers() > 65_536 // (128 * (config.groups + 1))
 
     def scratch(self):
@@ -151,14 +152,20 @@ def _body(plan: _Plan, *refs, **scratch):
         if plan.moves_registers:
             plgpu.set_max_registers(min(255, (512 - 40) // c.groups) // 8 * 8, action="increase")
         group = lax.axis_index("group")
+        by_row = _row_scales(plan, tile_m, row_scale_gmem, scale_gmem) if plan.scales_first else None
         acc = _accumulate(plan, group, first, scratch)
-        _store(plan, group, acc, tile_n, tile_m, split, row_scale_gmem, scale_gmem, out_gmem, scratch)
+        if by_row is None:
+            by_row = _row_scales(plan, tile_m, row_scale_gmem, scale_gmem)
+        _store(plan, group, acc, by_row, tile_n, tile_m, split, out_gmem, scratch)
 
     lax.cond(lax.axis_index("group") == c.groups, load, compute)
 
 
 def _load(plan, x_gmem, r_gmem, w_gmem, tile_n, tile_m, first, total, s):
-    """The loading warpgroup: fills the ring, a step as soon as all have read what was there."""
+    """The loading warpgroup: fills the ring, a step as soon as all have read what was there.
+
+    Step i of the others frees the slot of step i - 1; step 0 frees the last slot, which nothing fills before.
+    """
     c = plan.config
     blocks = c.tile_k // plan.fmt.BLOCK_K
     tokens = pl.ds(tile_m * c.tile_m, c.tile_m)
@@ -184,7 +191,7 @@ def _load(plan, x_gmem, r_gmem, w_gmem, tile_n, tile_m, first, total, s):
                     collective_axes=shared,
                 )
 
-    ahead = min(c.stages, total)
+    ahead = min(c.stages - 1, total)
     for i in range(ahead if plan.early else 0):
         weights(jnp.int32(i), i)
     if plan.early:
@@ -205,7 +212,7 @@ def _load(plan, x_gmem, r_gmem, w_gmem, tile_n, tile_m, first, total, s):
 
     # A block may not end while its neighbours still signal its barriers.
     def drain(i, _):
-        plgpu.barrier_wait(s["consumed"].at[lax.rem(i, jnp.int32(c.stages))])
+        plgpu.barrier_wait(s["consumed"].at[lax.rem(i + c.stages - 1, jnp.int32(c.stages))])
 
     lax.fori_loop(total - ahead, total, drain, None)
 
@@ -232,14 +239,10 @@ def _accumulate(plan, group, first, s) -> Array:
         sums = plgpu.ACC((TILE_N, plan.config.tile_m), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
         return pl.run_scoped(scope, sums)
 
-    total = plan.steps * plan.segments
     if plan.segments == 1:
-        acc = one(jnp.int32(0))
-    else:
-        zero = plgpu.layout_cast(jnp.zeros((TILE_N, plan.config.tile_m), jnp.float32), plgpu.Layout.WGMMA)
-        acc = lax.fori_loop(0, plan.segments, lambda i, sum_: sum_ + one(i), zero)
-    plgpu.barrier_arrive(s["consumed"].at[(total - 1) % plan.config.stages])
-    return acc
+        return one(jnp.int32(0))
+    zero = plgpu.layout_cast(jnp.zeros((TILE_N, plan.config.tile_m), jnp.float32), plgpu.Layout.WGMMA)
+    return lax.fori_loop(0, plan.segments, lambda i, sum_: sum_ + one(i), zero)
 
 
 def _step(plan, group, acc_ref, s, second, i, _):
@@ -259,11 +262,8 @@ def _step(plan, group, acc_ref, s, second, i, _):
         # The registers of a chunk stay untouched until its wgmma is done: one chunk may be in flight
         # while the next is decoded into others, which an even number of chunks a step keeps apart.
         plgpu.wgmma_wait(2 if second else 1)
-        if chunk == 0:
-
-            @pl.when(i > 0)
-            def _():
-                plgpu.barrier_arrive(s["consumed"].at[lax.rem(i + c.stages - 1, jnp.int32(c.stages))])
+        if chunk == 0:  # all that read the step before is done; no branch here: it would serialise wgmma
+            plgpu.barrier_arrive(s["consumed"].at[lax.rem(i + c.stages - 1, jnp.int32(c.stages))])
 
 
 def _decode(plan, s, group, w_ref, part):
@@ -281,15 +281,22 @@ def _decode(plan, s, group, w_ref, part):
     return f.decode_chunk(part)(codes, *scales)
 
 
-def _store(plan, group, acc, tile_n, tile_m, split, row_scale_gmem, scale_gmem, out_gmem, s):
+def _row_scales(plan, tile_m, row_scale_gmem, scale_gmem) -> Array:
+    """The tokens' scales [tile_m] in the sums' layout; few enough are loaded before the sums, not after."""
+    if plan.early and plan.scales_first:  # another kernel may still be writing them
+        plgpu.griddepcontrol_wait()
+    tokens = pl.ds(tile_m * plan.config.tile_m, plan.config.tile_m)
+    by_row = plgpu.load(row_scale_gmem.at[tokens], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+    return by_row * scale_gmem[0]
+
+
+def _store(plan, group, acc, by_row, tile_n, tile_m, split, out_gmem, s):
     """Adds the cluster's sums in order, scales, transposes and stores [tile_m, 64]."""
     c = plan.config
     rows = c.stored_m()
 
     def finish(acc):
-        tokens = pl.ds(tile_m * c.tile_m, c.tile_m)
-        by_row = plgpu.load(row_scale_gmem.at[tokens], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-        out = (acc * lax.broadcast_in_dim(by_row * scale_gmem[0], acc.shape, (1,))).astype(plan.out_dtype)
+        out = (acc * lax.broadcast_in_dim(by_row, acc.shape, (1,))).astype(plan.out_dtype)
         columns = pl.ds((tile_n * c.groups + group) * TILE_N, TILE_N)
         for i in range(c.tile_m // rows):
             out_smem = s["out_smem"].at[group, i % 2]
