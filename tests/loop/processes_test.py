@@ -10,8 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
+from fp4rl_jax import interchange
 from fp4rl_jax.parallel import HEARTBEAT_SECONDS, ProcessError, Processes, start
 from fp4rl_jax.runs import Checkpointer, catalogue, exit_codes
 from fp4rl_jax.runs.files import read_lines
@@ -245,3 +248,32 @@ def test_a_process_0_that_waits_in_vain_has_said_for_whom(tmp_path):
 def test_processes_that_cannot_be_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         Processes(**{"coordinator": "localhost:1", "count": 2, "index": 0, **given})
+
+
+@pytest.mark.slow
+def test_supervised_training_in_two_processes_writes_one_model_with_the_losses_of_one(tmp_path):
+    """Two steps: the first loss to the last bit, weights at most two rates a step apart (each moves one)."""
+    rate = 1e-4  # configs/ci/grpo.toml
+    chosen = ("recipe.name=bf16", "eval.problems=0", "loop.steps=2", "trainer.frozen_dtype=float32")
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    outputs = [["--output", str(folder / "model")] for folder in folders]
+    sft = [sys.executable, "-m", "fp4rl_jax", "sft"]
+    alone = spawn([*sft, *words(folders[0], *chosen), *outputs[0]], folders[0] / "log")
+    assert alone.wait(timeout=1200) == exit_codes.OK, (folders[0] / "log").read_text()
+    joined = ["--coordinator", f"localhost:{free_port()}", "--num_processes", "2", "--join_seconds", "120"]
+    command = [*sft, *words(folders[1], "mesh.data=2", *chosen), *outputs[1], *joined]
+    both = [spawn([*command, "--process_id", str(i)], folders[1] / f"log{i}") for i in (0, 1)]
+    for i, process in enumerate(both):
+        assert process.wait(timeout=1200) == exit_codes.OK, (folders[1] / f"log{i}").read_text()
+    one, two = (metrics(folder) for folder in folders)
+    assert one[0]["loss"] == two[0]["loss"] and one[0]["trained_tokens"] == two[0]["trained_tokens"]
+    first, second = (interchange.load(str(folder / "model"), dtype="float32") for folder in folders)
+    apart = [
+        np.abs(np.asarray(a) - np.asarray(b)).max()
+        for a, b in zip(jax.tree.leaves(first.params), jax.tree.leaves(second.params), strict=True)
+    ]
+    assert max(apart) <= 2 * 2 * rate * (1 + 1e-3)
+    said = [(folders[1] / f"log{i}").read_text().count("model: ") for i in (0, 1)]
+    assert said == [1, 0]
