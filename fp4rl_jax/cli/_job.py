@@ -295,7 +295,7 @@ class Builder:
         both = {"trainer": self.sides.trainer, "rollout": self.sides.rollout}
         return build_manifest(
             seed=self.config.run.seed,
-            implementations=precision.implementations(both),
+            implementations=precision.implementations(both, self.model),
             numerics={
                 name: {
                     "dtype": side.dtype,

@@ -42,8 +42,10 @@ def explain(config: "Config") -> str:
     parts = {
         f"Model: {models.num_parameters(model):,} parameters, {model.family}, {model.num_layers} layers": "",
         "Loss": _loss(config),
-        "Sites": precision.table(sides.trainer, sides.rollout),
-        "Implementations, and why not one before them": precision.reasons(sides.trainer, sides.rollout),
+        "Sites": precision.table(sides.trainer, sides.rollout, model),
+        "Implementations, and why not one before them": precision.reasons(
+            {"trainer": sides.trainer, "rollout": sides.rollout}, model
+        ),
         "Left unquantized by the trainer": "\n".join(ours),
         "Left unquantized by the rollout": "\n".join(theirs),
         "Difference": precision.difference(ours, theirs),

@@ -321,12 +321,16 @@ def head_weight(params: PyTree) -> Any:
 def prepare(fused: PyTree, side: Side) -> PyTree:
     """Makes every matmul operand ready for the machine once, so that decode steps pay nothing.
 
-    Call it inside the sampler's program, before its loop. Site weights go through `ops.prepare`;
-    the head (tied or not) becomes a prepared leaf "head" of its own, rounded to `side.dtype`.
+    Call it inside the sampler's program, before its loop. Site weights stay packed where the machine
+    has kernels for it (`ops.pack_weight`) and go through `ops.prepare` elsewhere; the head (tied or
+    not) becomes a prepared leaf "head" of its own, rounded to `side.dtype`.
 
-    Exact: `forward` and `logits` give the same bits as on the tree that came in.
+    Exact: `forward` and `logits` give the same bits as on the tree that came in, where nothing stays
+    packed; a packed weight's float32 sums have another order.
     """
     head = head_weight(fused)
     if not isinstance(head, ops.Prepared):
         head = ops.prepare_weight(round_to(head.astype(jnp.float32), dtype_of(side.dtype)))
+    if "layers" in fused:
+        fused = map_sites(lambda site, weight: ops.pack_weight(weight, site=site, side=side), fused)
     return {**ops.prepare(fused), "head": head}

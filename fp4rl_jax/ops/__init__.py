@@ -14,6 +14,8 @@ from fp4rl_jax.ops.operands import (
     smoothed_weight,
     unguided,
 )
+from fp4rl_jax.ops.packed import pack_weight, stays_packed
+from fp4rl_jax.ops.packing import Packed, holds
 from fp4rl_jax.ops.report import SiteReport, report
 from fp4rl_jax.ops.rounding import pointwise
 from fp4rl_jax.ops.segments import Segment, by_head
@@ -25,6 +27,7 @@ __all__ = [
     "Calibrated",
     "Capture",
     "MatmulSpec",
+    "Packed",
     "Prepared",
     "Segment",
     "Side",
@@ -39,7 +42,9 @@ __all__ = [
     "error_shares",
     "grouped_matmul",
     "guided_stats",
+    "holds",
     "matmul",
+    "pack_weight",
     "pointwise",
     "prepare",
     "prepare_weight",
@@ -48,5 +53,6 @@ __all__ = [
     "report",
     "rms_norm",
     "smoothed_weight",
+    "stays_packed",
     "unguided",
 ]

@@ -4,25 +4,46 @@ import functools
 
 import jax.numpy as jnp
 
+import pallas_kernels.formats
 import pallas_kernels.grouped_matmul
 import pallas_kernels.matmul
+import pallas_kernels.packed_matmul
+import pallas_kernels.quantize
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.ops import machine as machines
 from fp4rl_jax.ops.machine import Machine
 from pallas_kernels.dispatch import Choice, Facts, UnsupportedError
+from pallas_kernels.formats import TILE_N, natural_k, order_k, pack, packable, padded_k
+from pallas_kernels.quantize import Quantized, Task
 
 __all__ = [
+    "PACKED_FORMATS",
+    "TILE_N",
     "Choice",
     "Facts",
+    "Quantized",
+    "Task",
     "UnsupportedError",
     "facts_of",
     "grouped_matmul",
     "grouped_outer",
     "hardware_dtypes",
     "matmul",
+    "natural_k",
+    "order_k",
+    "pack",
+    "packable",
+    "packed_matmul",
+    "padded_k",
+    "quantize",
     "select_grouped",
     "select_matmul",
+    "select_packed",
+    "select_quantize",
 ]
+
+#: Names of the formats that weights can be packed in.
+PACKED_FORMATS = tuple(pallas_kernels.formats.FORMATS)
 
 
 def facts_of(machine: Machine, **call: int | str) -> Facts:
@@ -43,6 +64,16 @@ def select_matmul(facts: Facts) -> Choice:
 def select_grouped(facts: Facts) -> Choice:
     """The grouped-matmul implementation that these facts lead to, with the reasons."""
     return pallas_kernels.grouped_matmul.select(facts)
+
+
+def select_packed(facts: Facts) -> Choice:
+    """The packed-matmul implementation that these facts lead to, with the reasons."""
+    return pallas_kernels.packed_matmul.select(facts)
+
+
+def select_quantize(task: Task, facts: Facts) -> Choice:
+    """The quantizer of activations that these facts lead to, with the reasons."""
+    return pallas_kernels.quantize.select(task, facts)
 
 
 @functools.cache
@@ -101,3 +132,25 @@ def grouped_outer(a: Array, b: Array, group_sizes: Array) -> Array:
         w_dtype=jnp.dtype(b.dtype).name,
     )
     return pallas_kernels.grouped_matmul.grouped_outer(a, b, group_sizes, facts=facts)
+
+
+def packed_matmul(
+    x: Array,
+    packed: Array,
+    row_scale: Array,
+    scale: Array,
+    *,
+    fmt: str,
+    facts: Facts,
+    residual: Array | None = None,
+    out_dtype: jnp.dtype,
+) -> Array:
+    """`pallas_kernels.packed_matmul` of operands in its order of columns: [m, n] out_dtype."""
+    return pallas_kernels.packed_matmul.packed_matmul(
+        x, packed, row_scale, scale, fmt=fmt, facts=facts, residual=residual, out_dtype=out_dtype
+    )
+
+
+def quantize(x: Array, *, task: Task, facts: Facts) -> Quantized:
+    """`pallas_kernels.quantize` of rows [m, k]; shape and dtype of the facts are x's."""
+    return pallas_kernels.quantize.quantize(x, task=task, facts=facts)

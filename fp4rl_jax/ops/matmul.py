@@ -44,6 +44,8 @@ from fp4rl_jax.ops.operands import (
     stored_rows,
     unguided,
 )
+from fp4rl_jax.ops.packed import packed_product
+from fp4rl_jax.ops.packing import Packed
 from fp4rl_jax.ops.rounding import settle
 from fp4rl_jax.ops.spec import HIGH_PRECISION, MatmulSpec, Order
 from fp4rl_jax.qtensor import QTensor
@@ -66,7 +68,7 @@ class Plan:
 
 def matmul(
     x: Array,
-    w: Operand,
+    w: Operand | Packed,
     spec: MatmulSpec = HIGH_PRECISION,
     *,
     order: Order = "free",
@@ -79,8 +81,8 @@ def matmul(
     Args:
         x: [..., K] bfloat16 or float32.
         w: [N, K]: an array in its master dtype (it is quantized here, or rounded to x's dtype
-            where `spec.weight` is None), a published QTensor, a Prepared, or a Calibrated (which
-            the forward alone takes). Only an array gets a gradient.
+            where `spec.weight` is None), a published QTensor, a Prepared, a Packed or a Calibrated
+            (which the forward alone takes). Only an array gets a gradient.
         spec: static; what happens to the operands.
         order: "free", or "fixed" for rows that do not depend on how many there are (CPU).
         key: typed PRNG key of the stochastic quantizers, an array leaf of the vjp.
@@ -100,6 +102,11 @@ def matmul(
     if x.shape[-1] != w.shape[-1] or w.ndim != 2:
         raise ValueError(f"x {x.shape} and w {w.shape} do not form [..., K] @ [N, K].T")
     check_calibrated(spec, w)
+    inner, smoothing = (w.weight, w.smoothing) if isinstance(w, Calibrated) else (w, None)
+    if isinstance(inner, Packed):
+        wanted = jnp.dtype(out_dtype or x.dtype)
+        return packed_product(x, inner, spec, smoothing=smoothing, order=order, out_dtype=wanted)
+    assert not isinstance(w, Packed)
     machine = machines.current()
     plan = Plan(
         spec=spec,
@@ -139,7 +146,9 @@ def decoded_operands(plan: Plan, x: Array, w: Operand, *, key: Array | None, hin
     columns = w.columns if isinstance(w, Calibrated) else None
     if isinstance(w, Calibrated) and w.smoothing is not None:
         x = x.astype(FLOAT32) * w.smoothing
-    w_d, dtype = _decoded_weight(plan, x, w.weight if isinstance(w, Calibrated) else w, key=fold_key(key, 1))
+    bare = w.weight if isinstance(w, Calibrated) else w
+    assert not isinstance(bare, Packed)  # never decoded
+    w_d, dtype = _decoded_weight(plan, x, bare, key=fold_key(key, 1))
     if spec.act is None:
         return Operands(decode(x, dtype), None, w_d)
     act = spec.act if hint is not None else unguided(spec.act)
@@ -183,7 +192,7 @@ def _corrected(
     return first, second
 
 
-def check_calibrated(spec: MatmulSpec, w: Operand) -> None:
+def check_calibrated(spec: MatmulSpec, w: Operand | Packed) -> None:
     """Refuses a weight that lacks what its spec chose at publish, or brings what the spec has no use for."""
     columns = isinstance(w, Calibrated) and w.columns is not None
     smoothing = isinstance(w, Calibrated) and w.smoothing is not None

@@ -17,6 +17,7 @@ from fp4rl_jax.arrays import Array, PyTree, as_rows
 from fp4rl_jax.ops import kernels
 from fp4rl_jax.ops import machine as machines
 from fp4rl_jax.ops.machine import Machine
+from fp4rl_jax.ops.packing import Packed
 from fp4rl_jax.ops.spec import MatmulSpec
 from fp4rl_jax.qtensor import QTensor
 from fp4rl_jax.quantizers import Nearest, Quantizer
@@ -87,13 +88,13 @@ class Calibrated:
 
     Attributes:
         weight: QTensor; `prepare` makes it a Prepared, or a Split where there are columns and the
-            weight is no stack of experts.
+            weight is no stack of experts; `pack_weight` makes it a Packed.
         columns: [..., k] int32, ascending: the columns of a static residual selection, or None.
         smoothing: [..., K] float32: what the input's channels are multiplied by (the weight's were
             divided by it before it was quantized), or None.
     """
 
-    weight: "QTensor | Prepared | Split"
+    weight: "QTensor | Prepared | Split | Packed"
     columns: Array | None = None
     smoothing: Array | None = None
 
@@ -309,8 +310,8 @@ def prepare(tree: PyTree) -> PyTree:
     """Decodes published weights once, so that decode steps pay nothing for it.
 
     Every QTensor becomes a `Prepared` of the current machine's operand dtype, and so does every
-    bfloat16 array of three or more axes (a stacked weight); everything else passes through.
-    Call it inside the sampler's program, before its loop.
+    bfloat16 array of three or more axes (a stacked weight); everything else, what is packed
+    for the kernels included, passes through. Call it inside the sampler's program, before its loop.
 
     Returns:
         A tree of the same structure whose weights `matmul` and `grouped_matmul` accept.
@@ -321,7 +322,7 @@ def prepare(tree: PyTree) -> PyTree:
     return jax.tree.map(
         lambda leaf: prepare_weight(leaf, machine) if _is_weight(leaf) else leaf,
         tree,
-        is_leaf=lambda leaf: isinstance(leaf, QTensor | Prepared | Calibrated),
+        is_leaf=lambda leaf: isinstance(leaf, QTensor | Prepared | Calibrated | Packed),
     )
 
 
@@ -347,7 +348,7 @@ def _prepare_calibrated(weight: Calibrated, machine: Machine) -> Calibrated:
     return dataclasses.replace(weight, weight=split_columns(prepared, columns))
 
 
-def _is_weight(leaf: "Array | QTensor | Prepared | Calibrated") -> bool:
+def _is_weight(leaf: "Array | QTensor | Prepared | Calibrated | Packed") -> bool:
     if isinstance(leaf, QTensor | Calibrated):
         return True
-    return not isinstance(leaf, Prepared) and leaf.ndim >= 3 and leaf.dtype == BFLOAT16
+    return not isinstance(leaf, Prepared | Packed) and leaf.ndim >= 3 and leaf.dtype == BFLOAT16

@@ -1,11 +1,12 @@
 """What is executed at every site: precision, implementation and the reason, before anything runs."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 
 from fp4rl_jax.arrays import dtype_of
-from fp4rl_jax.ops import kernels
+from fp4rl_jax.ops import kernels, packing
 from fp4rl_jax.ops import machine as machines
 from fp4rl_jax.ops.machine import Machine
 from fp4rl_jax.ops.operands import operand_dtype
@@ -30,8 +31,9 @@ class SiteReport:
             scales after it: equal to the native product up to the order of the sum) or "reference"
             (operands dequantized to float32, whose rounding no hardware matmul has).
         dtype: of the operands in the dot.
-        impl: the chosen implementation.
-        reason: why it and not an earlier one of the written order.
+        impl: the chosen implementation; of packed weights, both the matmul's and the quantizer's.
+        reason: why it and not an earlier one of the written order; for a published weight, also why it
+            does not stay packed.
     """
 
     site: str
@@ -45,10 +47,42 @@ class SiteReport:
     reason: str
 
 
-def report(side: Side, machine: Machine | None = None) -> tuple[SiteReport, ...]:
-    """Reports every site of a side on a machine (the current one by default)."""
+def report(
+    side: Side, machine: Machine | None = None, *, published: Mapping[str, tuple[int, int]] | None = None
+) -> tuple[SiteReport, ...]:
+    """Reports every site of a side.
+
+    Args:
+        side: trainer's or rollout's.
+        machine: the current one by default.
+        published: (N, K) of every site's weight, of a side whose weights are published (the rollout's):
+            they may stay packed. None where they are masters.
+    """
     machine = machine or machines.current()
-    return tuple(_site(name, spec, side, machine) for name, spec in side.specs.items)
+    found = []
+    for name, spec in side.specs.items:
+        dense = _site(name, spec, side, machine)
+        if published is not None and spec.weight is not None:
+            dense = _published(dense, spec, side, machine, published[name])
+        found.append(dense)
+    return tuple(found)
+
+
+def _published(
+    dense: SiteReport, spec: MatmulSpec, side: Side, machine: Machine, shape: tuple[int, int]
+) -> SiteReport:
+    """The report of a site whose weight is published, from that of its decoded form."""
+    refused = packing.refusal(dense.site, spec, side, shape=shape, machine=machine)
+    if refused is not None:
+        return dataclasses.replace(dense, reason=f"{dense.reason}; not packed: {refused}")
+    names, reasons = zip(*packing.choices(spec, side, shape, machine, rows=1), strict=True)
+    return dataclasses.replace(
+        dense,
+        precision=EMULATED,
+        dtype="bfloat16",
+        impl=" + ".join(names),
+        reason=f"weights stay packed; {'; '.join(dict.fromkeys(reasons))}",
+    )
 
 
 def _site(name: str, spec: MatmulSpec, side: Side, machine: Machine) -> SiteReport:

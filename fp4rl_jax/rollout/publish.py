@@ -95,13 +95,21 @@ def publish(
 
     Raises:
         PublishError: a leaf of `params` holds a NaN or an infinity; every such leaf is named. Or a
-            site, or the KV cache, needs a calibration and there is none.
+            site whose weight stays packed on this machine has one that packing cannot hold (MXFP4
+            blocks more than 126 binades below the largest). Or a site, or the KV cache, needs a
+            calibration and there is none.
     """
     calibration = _needed(calibration or {}, side)
-    fused, checksums, stats, scales, finite = _publish(params, calibration, config, side)
+    fused, checksums, stats, scales, finite, held = _publish(params, calibration, config, side)
     bad = [name for name, good in jax.device_get(finite).items() if not good]
     if bad:
         raise PublishError(f"version {int(version)} is not published: non-finite weights in {', '.join(bad)}")
+    bad = [site for site, good in jax.device_get(held).items() if not good]
+    if bad:
+        raise PublishError(
+            f"version {int(version)} is not published: {', '.join(bad)} stay packed on this machine and have"
+            " blocks whose scales are too far below the largest, expected at most 126 binades"
+        )
     packed = [leaf for leaf in jax.tree.leaves(fused, is_leaf=_is_qtensor) if _is_qtensor(leaf)]
     return Published(
         params=fused,
@@ -191,7 +199,8 @@ def _is_qtensor(leaf: object) -> bool:
 
 @partial(jax.jit, static_argnames=("config", "side"))
 def _publish(params: PyTree, calibration: Calibration, config: ModelConfig, side: Side):
-    """The compiled part of `publish`: fused tree, checksums, stats, KV scales and a finite flag per leaf."""
+    """The compiled part of `publish`: fused tree, checksums, stats, KV scales, a finite flag a leaf, and
+    whether the sites that stay packed can be."""
     finite = {
         jax.tree_util.keystr(path, simple=True, separator="/"): jnp.all(jnp.isfinite(leaf))
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
@@ -199,6 +208,7 @@ def _publish(params: PyTree, calibration: Calibration, config: ModelConfig, side
     quantizers = _quantized_sites(config, side)
     checksums: dict[str, list] = {site: [] for site in quantizers}
     stats: dict[str, list] = {site: [] for site in quantizers}
+    held: dict[str, Array] = {}
 
     done = dict.fromkeys(quantizers, 0)  # layers of earlier stacks
 
@@ -213,12 +223,14 @@ def _publish(params: PyTree, calibration: Calibration, config: ModelConfig, side
         assert isinstance(q, QTensor)
         checksums[site].append(_over_leading(qtensor_checksums, weight.ndim - 2)(q))
         stats[site].append(_weight_stats(weight, packed, quantizers[site]))
+        if ops.stays_packed(q, site=site, side=side):
+            held[site] = ops.holds(q) & held.get(site, True)
         return packed
 
     fused = models.map_sites(pack, models.fuse(params))
     fused = models.constrain_params(_cast(fused, side), config, side.layout)
     scales = kv.outer_scales(calibration[kv.NAME], side.kv) if side.kv and side.has_kv_scales else None
-    found = _join_stacks(checksums, jnp.concatenate), _join_stacks(stats, _total), scales, finite
+    found = _join_stacks(checksums, jnp.concatenate), _join_stacks(stats, _total), scales, finite, held
     return fused, *constrain_whole(found, side.layout)
 
 

@@ -11,21 +11,31 @@ import jax
 
 from fp4rl_jax import models, ops
 from fp4rl_jax.models import ModelConfig
+from fp4rl_jax.ops.machine import Machine
 from fp4rl_jax.ops.spec import Side
 
 
-def implementations(sides: Mapping[str, Side]) -> dict[str, dict[str, Any]]:
+def reports(
+    name: str, side: Side, model: ModelConfig, machine: Machine | None = None
+) -> tuple[ops.SiteReport, ...]:
+    """`ops.report` of a side of `model`: the weights of the "rollout" are published, others are masters."""
+    shapes = {site: (shape[-2], shape[-1]) for site, shape in models.site_shapes(model).items()}
+    return ops.report(side, machine, published=shapes if name == "rollout" else None)
+
+
+def implementations(sides: Mapping[str, Side], model: ModelConfig) -> dict[str, dict[str, Any]]:
     """The manifest's form: {"trainer": {site: {...}}, "rollout": {site: {...}}} of plain values."""
     return {
-        name: {found.site: dataclasses.asdict(found) for found in ops.report(side)}
+        name: {found.site: dataclasses.asdict(found) for found in reports(name, side, model)}
         for name, side in sides.items()
     }
 
 
-def table(trainer: Side, rollout: Side) -> str:
+def table(trainer: Side, rollout: Side, model: ModelConfig, machine: Machine | None = None) -> str:
     """Sites times sides as aligned text; a site that the sides quantize differently has a `*`."""
     rows = [("site", "side", "weight", "activation", "backward", "dot in", "executed", "implementation")]
-    for ours, theirs in zip(ops.report(trainer), ops.report(rollout), strict=True):
+    both = (reports(*side, model, machine) for side in (("trainer", trainer), ("rollout", rollout)))
+    for ours, theirs in zip(*both, strict=True):
         differ = (ours.weight, ours.act) != (theirs.weight, theirs.act)
         rows += [
             _cells(f"{ours.site} *" if differ else ours.site, "trainer", ours),
@@ -36,9 +46,13 @@ def table(trainer: Side, rollout: Side) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def reasons(*sides: Side) -> str:
+def reasons(sides: Mapping[str, Side], model: ModelConfig, machine: Machine | None = None) -> str:
     """Why each implementation was chosen, one line for each different reason."""
-    found = {f"{report.impl}: {report.reason}" for side in sides for report in ops.report(side)}
+    found = {
+        f"{report.impl}: {report.reason}"
+        for name, side in sides.items()
+        for report in reports(name, side, model, machine)
+    }
     return "\n".join(sorted(found))
 
 

@@ -10,7 +10,21 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats import _words, hif4, mxfp4, nvfp4
 
-__all__ = ["FORMATS", "check_packable", "decode", "order_k", "pack", "padded_k", "unpacked_shape"]
+__all__ = [
+    "FORMATS",
+    "TILE_N",
+    "check_packable",
+    "decode",
+    "natural_k",
+    "order_k",
+    "pack",
+    "packable",
+    "padded_k",
+    "unpacked_shape",
+]
+
+#: Rows of a packed block: a packed weight's rows are a multiple of it.
+TILE_N = _words.TILE_N
 
 Array = jax.Array
 
@@ -36,6 +50,11 @@ def unpacked_shape(packed: jax.ShapeDtypeStruct | Array, fmt: str) -> tuple[int,
     return packed.shape[0] * _words.TILE_N, packed.shape[1] * f.BLOCK_K
 
 
+def packable(codes: Array, scales: Array, fmt: str) -> Array:
+    """[] bool: whether packing can hold this weight [N, K] (`check_packable`); works under jit."""
+    return FORMATS[fmt].packable(codes, scales)
+
+
 def check_packable(codes: Array, scales: Array, fmt: str) -> None:
     """Refuses what packing cannot hold; reads the arrays, so not under jit.
 
@@ -43,7 +62,7 @@ def check_packable(codes: Array, scales: Array, fmt: str) -> None:
         ValueError: a scale is NaN (a block was poisoned by a value that is not finite), or an MXFP4
             block lies too far below the largest.
     """
-    if not bool(FORMATS[fmt].packable(codes, scales)):
+    if not bool(packable(codes, scales, fmt)):
         raise ValueError(f"cannot pack a {fmt} weight of shape {codes.shape}: {FORMATS[fmt].NEEDS}")
 
 
@@ -82,6 +101,11 @@ def order_k(x: Array, fmt: str) -> Array:
     k = x.shape[-1]
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padded_k(k, fmt) - k)])
     return _words.order_k(padded, FORMATS[fmt].CHUNKS)
+
+
+def natural_k(x: Array, fmt: str) -> Array:
+    """The inverse of `order_k`, padding kept: [..., k], k a multiple of a quad's four blocks."""
+    return _words.natural_k(x, FORMATS[fmt].CHUNKS)
 
 
 def decode(packed: Array, fmt: str) -> Array:

@@ -44,6 +44,13 @@ def order_k(x: Array, chunks: int) -> Array:
     return jnp.moveaxis(split, -5, -2).reshape(*lead, k)
 
 
+def natural_k(x: Array, chunks: int) -> Array:
+    """The inverse of `order_k`."""
+    *lead, k = x.shape
+    split = x.reshape(*lead, k // (CHUNK * chunks), chunks, 4, 2, 4, 2)
+    return jnp.moveaxis(split, -2, -5).reshape(*lead, k)
+
+
 def owned(codes: Array, chunks: int) -> Array:
     """Codes [N, K] by owner: [N / 64, K / 64, 128 threads, 4 steps, 2 rows, 2 halves, 2 elements] uint32."""
     n, k = codes.shape

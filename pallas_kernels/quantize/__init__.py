@@ -16,7 +16,7 @@ from pallas_kernels.quantize.task import Quantized, Task
 
 Array = jax.Array
 
-CPU = "x86-64 CPU"
+CPU, H200 = "x86-64 CPU", "NVIDIA H200"
 
 __all__ = ["Quantized", "Task", "impls", "quantize", "select"]
 
@@ -28,7 +28,7 @@ def impls(task: Task) -> tuple[Impl, ...]:
         return lambda facts: refuses(facts, task)
 
     return (
-        Impl(name="sm90", run=sm90.quantize, refuses=with_task(sm90.refuses), verified_on=()),
+        Impl(name="sm90", run=sm90.quantize, refuses=with_task(sm90.refuses), verified_on=(H200,)),
         Impl(name="xla", run=xla.quantize, refuses=with_task(xla.refuses), verified_on=(CPU,)),
         Impl(name="reference", run=reference.quantize, refuses=lambda _: None, verified_on=(CPU,)),
     )

@@ -24,7 +24,7 @@ def _sides(recipe: str, model: ModelConfig) -> tuple[Side, Side]:
 @pytest.mark.parametrize("recipe", plugins.names(recipes))
 def test_every_site_of_every_recipe_is_in_the_manifest(recipe: str, model: ModelConfig) -> None:
     trainer, rollout = _sides(recipe, model)
-    found = precision.implementations({"trainer": trainer, "rollout": rollout})
+    found = precision.implementations({"trainer": trainer, "rollout": rollout}, model)
     assert {name: tuple(sites) for name, sites in found.items()} == dict.fromkeys(
         ("trainer", "rollout"), models.sites(model)
     )
@@ -35,13 +35,13 @@ def test_every_site_of_every_recipe_is_in_the_manifest(recipe: str, model: Model
 
 def test_a_quantizer_is_shown_with_the_options_that_are_not_the_default() -> None:
     _, rollout = _sides("qat_w4a4", DENSE)
-    report = precision.implementations({"rollout": rollout})["rollout"]["mlp/down"]
+    report = precision.implementations({"rollout": rollout}, DENSE)["rollout"]["mlp/down"]
     assert (report["weight"], report["act"]) == ("nvfp4", "nvfp4(outer=row)")
 
 
 def test_the_reason_of_the_fixed_order_is_given() -> None:
     _, rollout = _sides("qat_w4a4", DENSE)
-    text = precision.reasons(Side(specs=rollout.specs, order="fixed"))
+    text = precision.reasons({"rollout": Side(specs=rollout.specs, order="fixed")}, DENSE)
     assert text.startswith("rows: ")
     assert "order is 'fixed'" in text
 
@@ -72,7 +72,7 @@ def test_the_router_and_the_embedding_are_never_quantized() -> None:
 
 
 def test_the_table_marks_sites_whose_sides_differ() -> None:
-    lines = precision.table(*_sides("qat_w4a16", DENSE)).splitlines()
+    lines = precision.table(*_sides("qat_w4a16", DENSE), DENSE).splitlines()
     assert len(lines) == 1 + 2 * len(models.sites(DENSE))
     assert [line.split()[:2] for line in lines[1::2]] == [[site, "*"] for site in models.sites(DENSE)]
-    assert "*" not in precision.table(*_sides("qat_w4a4", DENSE))
+    assert "*" not in precision.table(*_sides("qat_w4a4", DENSE), DENSE)
