@@ -55,6 +55,7 @@ class Impl:
         refuses: facts -> the reason why it cannot run them, or None.
         native: whether the hardware multiplies the quantized elements themselves.
         verified_on: hardware it was run and compared on; `auto` passes over an empty tuple.
+        unverified: facts -> what was not compared there for such calls, or None; `auto` passes over them.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Impl:
     refuses: Callable[[Facts], str | None]
     native: bool = False
     verified_on: tuple[str, ...] = ()
+    unverified: Callable[[Facts], str | None] = lambda _: None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,6 +100,8 @@ def choose(impls: Sequence[Impl], facts: Facts, impl: str = "auto") -> Choice:
         reason = candidate.refuses(facts)
         if reason is None and not candidate.verified_on:
             reason = "never run on its hardware (verified_on is empty)"
+        if reason is None:
+            reason = candidate.unverified(facts)
         if reason is None:
             return Choice(impl=candidate, passed_over=tuple(passed_over))
         passed_over.append((candidate.name, reason))

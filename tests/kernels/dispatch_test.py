@@ -26,6 +26,14 @@ def test_auto_passes_over_what_was_never_run() -> None:
     assert "never run on its hardware" in choice.reason
 
 
+def test_auto_passes_over_calls_of_a_kind_that_was_not_compared() -> None:
+    kernel = Impl(
+        name="k", run=lambda: 1, refuses=lambda _: None, verified_on=("x",), unverified=lambda _: "m"
+    )
+    assert choose((kernel, impl("reference")), CPU).passed_over == (("k", "m"),)
+    assert choose((kernel, impl("reference")), CPU, "k").impl.name == "k"
+
+
 def test_a_named_implementation_runs_unverified_but_not_refused() -> None:
     impls = (impl("sm100", verified=()), impl("sm90", "needs k % 128 == 0, got k=32"), impl("reference"))
     assert choose(impls, CPU, "sm100").impl.name == "sm100"

@@ -140,10 +140,22 @@ def test_the_fixed_order_is_a_function_of_n_and_k(shape):
     assert parts == {tuning.parts_for(*shape)}
 
 
-def test_auto_passes_over_what_was_not_run_on_its_hardware():
-    choice = select(Facts(**H200, m=8, n=8192, k=8192, w_dtype="nvfp4"))
-    assert choice.impl.name == "xla"
-    assert choice.passed_over == (("sm90", "never run on its hardware (verified_on is empty)"),)
+def test_auto_takes_the_kernel_in_the_free_order_only():
+    facts = dict(**H200, m=8, n=8192, k=8192, w_dtype="nvfp4")
+    assert select(Facts(**facts)).impl.name == "sm90"
+    fixed = select(Facts(**facts, order="fixed"))
+    assert fixed.impl.name == "reference"
+    assert fixed.passed_over[0] == ("sm90", "the fixed order's rows were compared on a GPU up to m=16 only")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_table_is_taken_where_the_format_allows(name):
+    for (n, k), entries in tuning.TABLE.items():
+        for m, config in entries:
+            rows = padded_m(m, config)
+            if impossible(config, name, m=rows, n=n, k=k, out_bytes=4) is None:
+                assert tuning.config_for(m, n, k, fmt=name, out_bytes=4) == config
+    assert tuning.config_for(9000, 8192, 8192, fmt="nvfp4") == tuning.TABLE[8192, 8192][-1][1]
 
 
 @pytest.mark.parametrize(
