@@ -100,6 +100,6 @@ def _rule(m: int, n: int, k: int) -> list[Config]:
     many = ((2, 256, 128, 2), (2, 128, 128, 4), (2, 128, 256, 2), (1, 128, 128, 4), (1, 64, 128, 2))
     full = [c for c in many if tiles // c[0] * -(-rows // c[1]) >= MULTIPROCESSORS * 3 // 4]
     for groups, tile_m, tile_k, stages in (*full, *many[1:], (1, 64, 256, 2)):
-        sizes = dict(groups=groups, tile_m=tile_m, tile_k=tile_k, stages=stages)
-        found += [Config(share=share, **sizes) for share in (2, 1)]
+        base = Config(groups=groups, tile_m=tile_m, tile_k=tile_k, stages=stages)
+        found += [dataclasses.replace(base, share=2), base]
     return found
