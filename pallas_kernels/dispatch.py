@@ -31,6 +31,8 @@ class Facts:
         x_dtype, w_dtype: dtype names of the operands as the kernel sees them.
         block_size: elements that share a block scale in a packed operand, 0 for a dense one.
         order: "free" or "fixed": whether a row may depend on the number of rows.
+        columns: of every segment of keys and values in an attention call; there m is query rows, n the
+            query heads of a KV head, k the head dimension, x the queries and w the cache.
     """
 
     platform: str
@@ -43,6 +45,7 @@ class Facts:
     w_dtype: str = "bfloat16"
     block_size: int = 0
     order: str = "free"
+    columns: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Decoders: tokens to hidden states, logits and log-probabilities."""
 
 from fp4rl_jax.models.config import FAMILIES, ModelConfig, MoeConfig, RopeScaling, num_parameters, sites
-from fp4rl_jax.models.kv import KV, cache_width, new_cache
+from fp4rl_jax.models.kv import KV, cache_width, decode_columns, filled_up, new_cache
 from fp4rl_jax.models.logprobs import (
     Scores,
     logits,
@@ -24,6 +24,7 @@ from fp4rl_jax.models.params import (
     shardings,
     site_shapes,
     split_layers,
+    unstacked,
 )
 from fp4rl_jax.models.placement import (
     constrain_params,
@@ -48,7 +49,9 @@ __all__ = [
     "abstract_params",
     "cache_width",
     "constrain_params",
+    "decode_columns",
     "describe",
+    "filled_up",
     "forward",
     "forward_groups",
     "fuse",
@@ -74,4 +77,5 @@ __all__ = [
     "split_layers",
     "tempered",
     "token_logprobs",
+    "unstacked",
 ]

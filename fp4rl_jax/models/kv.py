@@ -17,7 +17,7 @@ from fp4rl_jax.arrays import Array, dtype_of
 from fp4rl_jax.formats import bits
 from fp4rl_jax.models.config import ModelConfig
 from fp4rl_jax.objectives.means import Sums
-from fp4rl_jax.ops.spec import Form
+from fp4rl_jax.ops.spec import Form, Side
 from fp4rl_jax.ops.stats import TOKEN_STRIDE
 from fp4rl_jax.qtensor import QTensor
 from fp4rl_jax.quantizers import Hint, Quantizer, compact
@@ -178,15 +178,35 @@ def new_cache(
     completion_width: int,
     dtype: str,
     quantizer: Quantizer | None = None,
+    columns: int | None = None,
 ) -> KV:
-    """An empty completion cache [L, B, K, cache_width, C]; packed where there is a quantizer."""
-    shape = (num_rows, cache_width(completion_width), config.num_kv_heads, config.head_dim)
+    """An empty completion cache [L, B, K, columns, C]; packed where there is a quantizer.
+
+    It has `cache_width` columns unless told.
+    """
+    columns = cache_width(completion_width) if columns is None else columns
+    shape = (num_rows, columns, config.num_kv_heads, config.head_dim)
     x = jax.ShapeDtypeStruct(shape, dtype_of(dtype))
     scale = jax.ShapeDtypeStruct((config.num_kv_heads,), jnp.float32)
     layer = jax.eval_shape(
         lambda x, scale: cached(x, x, quantizer, scales=KV(k=scale, v=scale)).stored(), x, scale
     )
     return jax.tree.map(lambda leaf: jnp.zeros((config.num_layers, *leaf.shape), leaf.dtype), layer)
+
+
+def decode_columns(width: int, config: ModelConfig, side: Side) -> int:
+    """Columns that a decode step wants for `width` tokens: more only where a kernel reads whole steps."""
+    heads = config.num_heads, config.num_kv_heads
+    return ops.cache_columns(width, side, heads=heads, head_dim=config.head_dim)
+
+
+def filled_up(kv: KV, mask: Array, columns: int) -> tuple[KV, Array]:
+    """A prompt cache [L, P, K, T, C] and its mask [P, T] with padding in front, `columns` in all."""
+    missing = columns - mask.shape[1]
+    if not missing:
+        return kv, mask
+    kv = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, 0), (missing, 0), (0, 0))), kv)
+    return kv, jnp.pad(mask, ((0, 0), (missing, 0)))
 
 
 def token_bytes(config: ModelConfig, quantizer: Quantizer | None, *, dtype: str) -> int:

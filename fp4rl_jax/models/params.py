@@ -280,6 +280,21 @@ def split_layers(params: PyTree, first: int) -> PyTree:
     return {**params, "layers": (below, above)}
 
 
+def unstacked(fused: PyTree) -> PyTree:
+    """The same tree with every layer a stack of its own, for loops that read all of them often.
+
+    A slice of a stack is a copy wherever a dot reads it; these slices are made once, before the loop.
+    """
+    layers = fused["layers"]
+    stacks = layers if isinstance(layers, tuple) else (layers,)
+    single = [
+        jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], stack)
+        for stack in stacks
+        for i in range(num_stacked(stack))
+    ]
+    return {**fused, "layers": tuple(single)}
+
+
 def num_stacked(stack: PyTree) -> int:
     """How many layers a stack holds."""
     return stack["attn_norm"].shape[0]

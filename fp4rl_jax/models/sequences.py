@@ -14,7 +14,7 @@ from fp4rl_jax import ops
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.models.kv import KV, Cached, decoded, write
 from fp4rl_jax.ops import machine
-from fp4rl_jax.ops.spec import Order
+from fp4rl_jax.ops.spec import Order, Side
 
 
 def positions_of(token_mask: Array) -> Array:
@@ -45,7 +45,7 @@ class BlockAttention:
     def __call__(self, q: Array, cached: Cached, *, extra: Any, state: Any) -> tuple[Array, Any, Any]:
         own = ops.Segment(*cached.by_head(), self.own_mask)
         if self.prefix_mask is None:
-            out = ops.attention(q, segments=(own,), scale=self.scale, order=self.order)
+            out = ops.attention(q, segments=(own,), scale=self.scale, order=self.order, span="causal")
         else:
             segments = (_segment(extra, self.prefix_mask, q.dtype), own)
             out = _after_prompt(q, segments, scale=self.scale, order=self.order)
@@ -74,6 +74,32 @@ class CacheAttention:
 
 
 @dataclasses.dataclass(frozen=True)
+class StackedAttention:
+    """One new token a row is written into the cache at `column`; prefix and cache are read where they lie."""
+
+    prefix: KV
+    starts: Array  # [P] int32, first real column of each prompt
+    column: Array  # [] int32
+    lengths: Array  # [B] int32, columns seen
+    scale: float
+    side: Side
+
+    def __call__(self, q: Array, cached: Cached, *, extra: Any, state: Any) -> tuple[Array, Any, Any]:
+        state = write(state, cached.stored(), layer=extra, column=self.column)
+        out = ops.attention_decode(
+            q,
+            (state.k, state.v),
+            (self.prefix.k, self.prefix.v),
+            layer=extra,
+            lengths=self.lengths,
+            starts=self.starts,
+            scale=self.scale,
+            side=self.side,
+        )
+        return out, None, state
+
+
+@dataclasses.dataclass(frozen=True)
 class GroupAttention:
     """Tokens [P, Tp + G * T]: a prompt, then its G completions one after the other.
 
@@ -91,9 +117,8 @@ class GroupAttention:
         rows, block = self.own_mask.shape[:2]
         (qp, qc), *keys_values = (_part(x, width, rows, block) for x in (q, *cached.by_token()))
         (kp, kc), (vp, vc) = (tuple(map(ops.by_head, parts)) for parts in keys_values)
-        prompt = ops.attention(
-            qp, segments=(ops.Segment(kp, vp, self.prompt_mask),), scale=self.scale, order=self.order
-        )
+        own = ops.Segment(kp, vp, self.prompt_mask)
+        prompt = ops.attention(qp, segments=(own,), scale=self.scale, order=self.order, span="causal")
         if block == 0:
             return prompt, None, state
         segments = (ops.Segment(kp, vp, self.prefix_mask), ops.Segment(kc, vc, self.own_mask))
@@ -114,13 +139,14 @@ def _after_prompt(q: Array, segments: tuple[ops.Segment, ...], *, scale: float, 
     small to gain from being joined.
     """
 
+    if machine.current().platform != "cpu" or q.shape[1] == 1:
+        return ops.attention(q, segments=segments, scale=scale, order=order, span="causal")
+
     def attend(q: Array, *masks: Array) -> Array:
         seen = tuple(s._replace(mask=mask) for s, mask in zip(segments, masks, strict=True))
         return ops.attention(q, segments=seen, scale=scale, order=order)
 
     masks = [segment.mask for segment in segments]
-    if machine.current().platform != "cpu" or q.shape[1] == 1:
-        return attend(q, *masks)
     columns = [jnp.moveaxis(x, 1, 0)[:, :, None] for x in (q, *masks)]
     out = jax.lax.map(lambda column: attend(*column), tuple(columns))  # [T, B, 1, H, C]
     return jnp.moveaxis(out[:, :, 0], 0, 1)

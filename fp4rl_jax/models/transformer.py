@@ -12,6 +12,7 @@ from typing import Any
 
 import chex
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from fp4rl_jax import ops
@@ -25,6 +26,7 @@ from fp4rl_jax.models.sequences import (
     BlockAttention,
     CacheAttention,
     GroupAttention,
+    StackedAttention,
     causal,
     over_rows,
     positions_of,
@@ -117,7 +119,7 @@ def forward(
         positions: [B, T] int32, counting real tokens from the prompt's first on.
         token_mask: [B, T] bool; padding is attended to by nobody and never counts.
         prefix: KV of the prompts, with P rows where B = P * group; read, never copied.
-        prefix_mask: [P, S] bool, the real columns of `prefix`.
+        prefix_mask: [P, S] bool, the real columns of `prefix`, the last of each row.
         cache: completion KV [L, B, K, S, C] into which the block is written.
         cache_index: [] int32, the column of the block's first token. Columns before it are
             taken to be real.
@@ -144,15 +146,23 @@ def forward(
     chex.assert_shape([positions, token_mask], (rows, width))
     _check_pairs(prefix=prefix, prefix_mask=prefix_mask, cache=cache, cache_index=cache_index)
     before = 0 if prefix_mask is None else prefix_mask.shape[1]
-    _check_length(config, before + (width if cache is None else cache.k.shape[3]))
-    seen = None if prefix_mask is None else over_rows(prefix_mask, rows, width)
     scale = config.head_dim**-0.5
-    if cache is None:
+    stacked = _stacked(config, side, width=width, prefix=prefix, cache=cache)
+    if not stacked:  # there both are filled up to whole steps
+        _check_length(config, before + (width if cache is None else cache.k.shape[3]))
+    seen = None if prefix_mask is None else over_rows(prefix_mask, rows, width)
+    if stacked and prefix is not None and prefix_mask is not None:
+        column = jnp.asarray(cache_index, jnp.int32)
+        starts = before - jnp.sum(prefix_mask, axis=1, dtype=jnp.int32)
+        lengths = jnp.broadcast_to(column + 1, (rows,))
+        attend: Attend = StackedAttention(prefix, starts, column, lengths, scale, side)
+        extra: Any = np.arange(config.num_layers, dtype=np.int32)
+    elif cache is None:
         own = causal(width, width)[None] & token_mask[:, None, :]
         if segments is not None:
             own &= segments[:, :, None] == segments[:, None, :]
-        attend: Attend = BlockAttention(seen, own, scale, side.order)
-        extra: Any = prefix
+        attend = BlockAttention(seen, own, scale, side.order)
+        extra = prefix
     else:
         column = jnp.asarray(cache_index, jnp.int32)
         own = jnp.broadcast_to(causal(width, cache.k.shape[3], column), (rows, width, cache.k.shape[3]))
@@ -186,6 +196,21 @@ def forward(
         watched=watched,
         captured=captured,
     )
+
+
+def _stacked(config: ModelConfig, side: Side, *, width: int, prefix: KV | None, cache: KV | None) -> bool:
+    """Whether this is a decode step whose attention reads prefix and cache where they lie."""
+    if prefix is None or cache is None or width != 1 or side.kv is not None:
+        return False
+    refused = ops.decode_refusal(
+        side,
+        rows=cache.k.shape[1],
+        prompts=prefix.k.shape[1],
+        heads=(config.num_heads, config.num_kv_heads),
+        head_dim=config.head_dim,
+        columns=(prefix.k.shape[3], cache.k.shape[3]),
+    )
+    return refused is None
 
 
 def _check_pairs(**given: Any) -> None:

@@ -1,6 +1,7 @@
 """Operations on plain arrays and quantized weights: what a model's forward is made of."""
 
 from fp4rl_jax.ops.attention import attention
+from fp4rl_jax.ops.attention_decode import attention_decode, cache_columns, decode_refusal
 from fp4rl_jax.ops.grouped import grouped_matmul
 from fp4rl_jax.ops.matmul import matmul
 from fp4rl_jax.ops.norms import rms_norm
@@ -37,8 +38,11 @@ __all__ = [
     "Stats",
     "act_stats",
     "attention",
+    "attention_decode",
     "by_head",
+    "cache_columns",
     "calibrated_weight",
+    "decode_refusal",
     "error_shares",
     "grouped_matmul",
     "guided_stats",

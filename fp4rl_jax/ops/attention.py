@@ -14,7 +14,7 @@ from fp4rl_jax.ops import machine as machines
 from fp4rl_jax.ops.attention_fixed import attention_fixed
 from fp4rl_jax.ops.operands import BFLOAT16, FLOAT32
 from fp4rl_jax.ops.rounding import round_to, settle
-from fp4rl_jax.ops.segments import Segment, by_head
+from fp4rl_jax.ops.segments import Segment, Span, by_head
 from fp4rl_jax.ops.spec import Order
 
 
@@ -27,6 +27,7 @@ def attention(
     segments: tuple[Segment, ...] = (),
     scale: float,
     order: Order = "free",
+    span: Span = "any",
 ) -> Array:
     """Softmax attention with grouped queries.
 
@@ -37,6 +38,7 @@ def attention(
         segments: further keys and values under the same softmax.
         scale: multiplies the scores.
         order: "fixed" makes a query's result independent of the other queries (CPU).
+        span: "causal" says that the masks show no query a later column; they still say all that is seen.
 
     Returns:
         [B, T, H, C] in q's dtype; zeros where a query sees no key.
@@ -51,7 +53,7 @@ def attention(
     if order == "fixed":
         return attention_fixed(q, segments, scale)
     if attention_cudnn.refusal(q, segments, machines.current()) is None:
-        return attention_cudnn.attention_cudnn(q, segments, scale)
+        return attention_cudnn.attention_cudnn(q, segments, scale, span)
     scores = [_scores(q, segment, scale) for segment in segments]  # each [B, K, G, T, S]
     highest = jnp.max(jnp.stack([s.max(axis=-1) for s in scores]), axis=0)
     highest = jax.lax.stop_gradient(jnp.where(jnp.isfinite(highest), highest, 0.0))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.ops.machine import Machine
 from fp4rl_jax.ops.operands import BFLOAT16
-from fp4rl_jax.ops.segments import Segment, by_head
+from fp4rl_jax.ops.segments import Segment, Span, by_head
 
 #: Fewer queries a row than this are a decode step's, whose cost is reading the cache where it lies.
 LEAST_QUERIES = 16
@@ -29,8 +29,11 @@ def refusal(q: Array, segments: tuple[Segment, ...], machine: Machine) -> str | 
     return None
 
 
-def attention_cudnn(q: Array, segments: tuple[Segment, ...], scale: float) -> Array:
+def attention_cudnn(q: Array, segments: tuple[Segment, ...], scale: float, span: Span = "any") -> Array:
     """`attention` in one fused kernel; q [B, T, H, C] bfloat16 -> [B, T, H, C] bfloat16.
+
+    A causal call skips the keys after each query's column. The kernel takes query i to stand in column i, so
+    queries of zeros stand in the columns before the first.
 
     Exact zeros where a query sees no key, as everywhere.
     """
@@ -39,11 +42,19 @@ def attention_cudnn(q: Array, segments: tuple[Segment, ...], scale: float) -> Ar
         jnp.concatenate([_for_rows(getattr(s, name), rows) for s in segments], axis=1) for name in ("k", "v")
     )
     mask = jnp.concatenate([s.mask for s in segments], axis=-1)
+    front = k.shape[1] - queries if span == "causal" else 0
+    if front < 0:
+        raise ValueError(f"{queries} causal queries have only {k.shape[1]} columns of keys")
     # its backward with a bias takes even lengths only
-    q, k, v = (jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0))) for x in (q, k, v))
-    seen = jnp.pad(mask, ((0, 0), (0, q.shape[1] - queries), (0, k.shape[1] - mask.shape[2])))
-    out = jax.nn.dot_product_attention(q, k, v, mask=seen[:, None], scale=scale, implementation="cudnn")
-    return jnp.where(jnp.any(mask, axis=-1)[..., None, None], out[:, :queries], jnp.zeros((), q.dtype))
+    ends = front, (front + queries) % 2, k.shape[1] % 2
+    q = jnp.pad(q, ((0, 0), ends[:2], (0, 0), (0, 0)))
+    k, v = (jnp.pad(x, ((0, 0), (0, ends[2]), (0, 0), (0, 0))) for x in (k, v))
+    seen = jnp.pad(mask, ((0, 0), ends[:2], (0, ends[2])))
+    out = jax.nn.dot_product_attention(
+        q, k, v, mask=seen[:, None], scale=scale, is_causal=span == "causal", implementation="cudnn"
+    )
+    out = out[:, front : front + queries]
+    return jnp.where(jnp.any(mask, axis=-1)[..., None, None], out, jnp.zeros((), q.dtype))
 
 
 def _for_rows(x: Array, rows: int) -> Array:

@@ -1,9 +1,12 @@
 """The only door to `pallas_kernels`: facts from the machine and the operands, then the call."""
 
 import functools
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
+import pallas_kernels.decode_attention
 import pallas_kernels.formats
 import pallas_kernels.grouped_matmul
 import pallas_kernels.matmul
@@ -12,6 +15,7 @@ import pallas_kernels.quantize
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.ops import machine as machines
 from fp4rl_jax.ops.machine import Machine
+from fp4rl_jax.parallel import Layout
 from pallas_kernels.dispatch import Choice, Facts, UnsupportedError
 from pallas_kernels.formats import TILE_N, natural_k, order_k, pack, packable, padded_k
 from pallas_kernels.quantize import Quantized, Task
@@ -19,11 +23,13 @@ from pallas_kernels.quantize import Quantized, Task
 __all__ = [
     "PACKED_FORMATS",
     "TILE_N",
+    "DECODE_STEP",
     "Choice",
     "Facts",
     "Quantized",
     "Task",
     "UnsupportedError",
+    "decode_attention",
     "facts_of",
     "grouped_matmul",
     "grouped_outer",
@@ -36,6 +42,7 @@ __all__ = [
     "packed_matmul",
     "padded_k",
     "quantize",
+    "select_decode_attention",
     "select_grouped",
     "select_matmul",
     "select_packed",
@@ -46,13 +53,17 @@ __all__ = [
 PACKED_FORMATS = tuple(pallas_kernels.formats.FORMATS)
 
 
-def facts_of(machine: Machine, **call: int | str) -> Facts:
+#: Columns of a cache that is read in place are a multiple of this.
+DECODE_STEP = pallas_kernels.decode_attention.STEP
+
+
+def facts_of(machine: Machine, **call: Any) -> Facts:
     """Facts of one call on `machine`; `call` holds fields of `Facts` such as m, n, k, x_dtype."""
     return Facts(
         platform=machine.platform,
         capability=machine.capability,
         narrow=machine.narrow,
-        **call,  # pyright: ignore[reportArgumentType]
+        **call,
     )
 
 
@@ -74,6 +85,11 @@ def select_packed(facts: Facts) -> Choice:
 def select_quantize(task: Task, facts: Facts) -> Choice:
     """The quantizer of activations that these facts lead to, with the reasons."""
     return pallas_kernels.quantize.select(task, facts)
+
+
+def select_decode_attention(facts: Facts) -> Choice:
+    """The implementation of `decode_attention` that these facts lead to, with the reasons."""
+    return pallas_kernels.decode_attention.select(facts)
 
 
 @functools.cache
@@ -154,3 +170,45 @@ def packed_matmul(
 def quantize(x: Array, *, task: Task, facts: Facts) -> Quantized:
     """`pallas_kernels.quantize` of rows [m, k]; shape and dtype of the facts are x's."""
     return pallas_kernels.quantize.quantize(x, task=task, facts=facts)
+
+
+def decode_attention(
+    q: Array,
+    cache: tuple[Array, Array],
+    prompt: tuple[Array, Array],
+    *,
+    layer: Array,
+    lengths: Array,
+    starts: Array,
+    scale: float,
+    facts: Facts,
+    layout: Layout | None,
+    impl: str = "auto",
+) -> Array:
+    """`pallas_kernels.decode_attention` of one new token a row; on a mesh, every device its rows and heads.
+
+    Args:
+        q: [B, H, C]. cache: keys and values [L, B, K, S, C]. prompt: [L, P, K, T, C].
+        layer: [] int32. lengths: [B] int32, columns seen of the cache. starts: [P] int32, the first column
+            seen of the prompt. scale: of the scores.
+        facts: of the whole call.
+        layout: prompts and KV heads divide over its devices; None is one device.
+        impl: "auto" or a name.
+    """
+
+    def call(q: Array, cache: Any, prompt: Any, layer: Array, lengths: Array, starts: Array) -> Array:
+        return pallas_kernels.decode_attention.decode_attention(
+            q, cache, prompt, layer=layer, lengths=lengths, starts=starts, scale=scale, facts=facts, impl=impl
+        )
+
+    if layout is not None:
+        of = layout.rules.spec
+        rows, stack = of(("batch",)), of((None, "batch", "kv_heads"))
+        call = jax.shard_map(
+            call,
+            mesh=layout.mesh,
+            in_specs=(of(("batch", "heads")), (stack, stack), (stack, stack), of(()), rows, rows),
+            out_specs=of(("batch", "heads")),
+            check_vma=False,  # axes that share out neither rows nor heads compute the same
+        )
+    return call(q, cache, prompt, layer, lengths, starts)

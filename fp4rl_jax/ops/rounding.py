@@ -10,6 +10,7 @@ from jax.lax import optimization_barrier
 
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.formats._base import narrow_exact
+from fp4rl_jax.ops import machine as machines
 from fp4rl_jax.ops.spec import Order
 
 #: Elements that `pointwise` computes together: whole vectors of every width.
@@ -31,14 +32,16 @@ def settle(x: Array, dtype: jnp.dtype) -> Array:
 
     Within one program XLA may widen a bfloat16 result again without having rounded it, on CPU and
     GPU alike, and whether it does depends on the surroundings. What is rounded needs no second
-    rounding: the cast takes the upper half of the bits.
+    rounding: on a CPU the cast takes the upper half of the bits; on a GPU it is a cast, which what
+    comes before can take in.
     """
     return x if x.dtype == dtype else cast(Array, _settle(x, dtype))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _settle(x: Array, dtype: jnp.dtype) -> Array:
-    return narrow_exact(round_to(x, dtype), dtype)
+    rounded = round_to(x, dtype)
+    return narrow_exact(rounded, dtype) if machines.current().platform == "cpu" else rounded.astype(dtype)
 
 
 @_settle.defjvp

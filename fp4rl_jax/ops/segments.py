@@ -1,10 +1,14 @@
 """Keys and values of one stretch of time, as attention takes them."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 
 from fp4rl_jax.arrays import Array
+
+#: What is known of the masks of a call: nothing, or that no query sees a later column. The queries are then
+#: the last T of the columns of all segments together. Implementations may skip what no mask lets through.
+Span = Literal["any", "causal"]
 
 
 class Segment(NamedTuple):

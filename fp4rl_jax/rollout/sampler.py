@@ -127,6 +127,7 @@ def _sample(
     emit = partial(_emit, row_limits=row_limits, keys=keys, side=side, sampling=sampling)
     state = emit(state, jnp.repeat(models.logits(params, hidden, order=side.order), group_size, axis=0))
     starts = jnp.repeat(prefix.lengths, group_size)  # [B]
+    params = models.unstacked(params) if sampling.layers == "apart" else params
 
     def body(state: SamplerState) -> SamplerState:
         state, hidden = decode(
@@ -246,9 +247,11 @@ def prefill(
         capture=side.specs.capture,
     )
     lengths = jnp.sum(prompt_mask, axis=1, dtype=jnp.int32)
+    columns = models.decode_columns(prompts.shape[1], config, side)
+    kv, mask = models.filled_up(out.kv, prompt_mask, columns)
     prefix = Prefix(
-        kv=out.kv,
-        mask=prompt_mask,
+        kv=kv,
+        mask=mask,
         lengths=lengths,
         stats=out.stats,
         routes=_record(out, prompt_mask, config),
@@ -359,8 +362,14 @@ def _emit(
 
 def _cache(config: ModelConfig, side: Side, *, num_rows: int, width: int) -> models.KV:
     """An empty completion cache, rows and heads shared out."""
+    columns = models.decode_columns(models.cache_width(width), config, side)
     cache = models.new_cache(
-        config, num_rows=num_rows, completion_width=width, dtype=side.dtype, quantizer=side.kv
+        config,
+        num_rows=num_rows,
+        completion_width=width,
+        dtype=side.dtype,
+        quantizer=side.kv,
+        columns=columns,
     )
     axes = (None, "batch", "kv_heads" if side.order == "free" else None)
     return jax.tree.map(lambda leaf: constrain(leaf, axes, side.layout), cache)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pallas_kernels import grouped_matmul, matmul
+from pallas_kernels import decode_attention, grouped_matmul, matmul
 from pallas_kernels.dispatch import Facts, Impl, UnsupportedError, choose
 
 
@@ -51,7 +51,9 @@ def test_all_refusing_is_an_error_and_not_a_fallback() -> None:
         choose((impl("a", "no"), impl("b", verified=())), CPU)
 
 
-@pytest.mark.parametrize("impls", [matmul.IMPLS, grouped_matmul.IMPLS, grouped_matmul.OUTER_IMPLS])
+@pytest.mark.parametrize(
+    "impls", [matmul.IMPLS, grouped_matmul.IMPLS, grouped_matmul.OUTER_IMPLS, decode_attention.IMPLS]
+)
 def test_the_reference_is_last_and_never_refuses(impls) -> None:
     assert impls[-1].name == "reference"
     for platform in ("cpu", "gpu"):

@@ -58,7 +58,8 @@ def test_rounding_is_not_skipped_inside_a_program(rng: np.random.Generator) -> N
     np.testing.assert_array_equal(np.asarray(wide), np.asarray(wide.astype(jnp.bfloat16).astype(jnp.float32)))
 
 
-def test_fused_attention_is_that_of_the_dots(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("span", ["any", "causal"])
+def test_fused_attention_is_that_of_the_dots(span, rng: np.random.Generator) -> None:
     """A block after a shared prompt, with queries that see nothing: values and gradients, to bfloat16.
 
     Two roundings to 8 bits, as the dots have them, and those of the fused kernel's own probabilities.
@@ -76,7 +77,7 @@ def test_fused_attention_is_that_of_the_dots(rng: np.random.Generator) -> None:
 
     def attend(q, k, v, own_k, own_v):
         segments = (ops.Segment(k, v, seen), ops.Segment(own_k, own_v, own))
-        return ops.attention(q, segments=segments, scale=c**-0.5)
+        return ops.attention(q, segments=segments, scale=c**-0.5, span=span)
 
     def run(*operands):
         with_slope = lambda *xs: (jnp.sum(jnp.sin(attend(*xs).astype(jnp.float32))), attend(*xs))  # noqa: E731
