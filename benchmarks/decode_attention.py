@@ -2,9 +2,9 @@
 
     python benchmarks/decode_attention.py --json OUTPUT.json
 
-Keys and values of random numbers, stacked over the layers of SmolLM2-135M and Qwen3-1.7B; a call walks over all
-layers, as a decode step does. Times are medians of `--repeats` programs of `--steps` such calls; bytes are those of
-the keys and values that a step has to read, a prompt's once for its eight rows.
+Keys and values of random numbers, stacked over eight layers shaped as SmolLM2-135M's and Qwen3-1.7B's; a
+program walks `--steps` times over them, as decode steps do. Times are medians of `--repeats` programs for one
+layer; bytes are those of the keys and values that have to be read, a prompt's once for its eight rows.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", nargs="+", default=[""], help="parts of the cases' names")
     parser.add_argument("--runs", nargs="+", choices=sorted(RUNS), default=sorted(RUNS))
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -1,12 +1,15 @@
 """One GRPO step at full length with random weights: publish, rollout, scoring, update, and their memory.
 
-    python benchmarks/rl_step.py --model qwen3_1_7b --recipes bf16 naive_nvfp4 --json OUTPUT.json
+    python benchmarks/rl_step.py --model qwen3_1_7b --recipes bf16 --few_rows 64 --json OUTPUT.json
+    python benchmarks/rl_step.py --recipes every --budget 400 --json OUTPUT.json
 
 The work of the peer's record: 64 prompts x 8 samples, 64 tokens in and 256 out, rows of full length,
 parameters, gradients and moments in `--masters` (bfloat16 as the peer's), one update a rollout. A phase is
 a median of `--repeats` calls after one that compiles, each ended by waiting for its result. Decode
 tokens/s are of the steps after the first token: rows x (tokens - 1) / (whole call - call of one token).
-Model FLOP are 6 a weight and token and those of the attention products, no recomputation.
+Model FLOP are 6 a weight and token and those of the attention products, no recomputation. `--few_rows`
+decodes that many rows too. Once `--budget` seconds are gone no further phase begins; the record names those
+left out.
 """
 
 import argparse
@@ -48,6 +51,10 @@ MODELS = {
     ),
     "tiny": ModelConfig(vocab_size=512, num_layers=2, d_model=64, max_length=512),
 }  # fmt: skip
+
+
+#: What `--recipes every` stands for: the bf16 arm first, then the quantized ones.
+EVERY = ("bf16", "qat_w4a4", "qat_w4a16", "naive_nvfp4", "fp8_rollout", "quads", "rollout_resq", "trace")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,19 +162,19 @@ def update_flop(config: ModelConfig, shape: Shape) -> float:
 
 
 def rollout_of(
-    published: Published, config: ModelConfig, side: Side, shape: Shape
+    published: Published, config: ModelConfig, side: Side, shape: Shape, layers: str
 ) -> Callable[[int], Rollouts]:
     """A function from the length of the completions to their rollouts."""
     key = jax.random.key(1)
     prompts = jax.random.randint(key, (shape.prompts, shape.prompt_width), 10, config.vocab_size)
     mask = jnp.ones(prompts.shape, bool)
     keys = row_keys(key, jnp.arange(shape.rows))
+    sampling = SamplingConfig(max_new_tokens=shape.tokens, layers=layers)  # pyright: ignore[reportArgumentType]
 
     def call(length: int) -> Rollouts:
         return sample(
             published, prompts, mask, row_limits=jnp.full(shape.rows, length, jnp.int32), keys=keys,
-            config=config, side=side, sampling=SamplingConfig(max_new_tokens=shape.tokens),
-            group_size=shape.group,
+            config=config, side=side, sampling=sampling, group_size=shape.group,
         )  # fmt: skip
 
     return call
@@ -211,56 +218,91 @@ def time_learning(learner: Learner, rollouts: Rollouts, *, repeats: int, profile
     return found
 
 
-def time_sampling(
-    config: ModelConfig, side: Side, shape: Shape, *, masters: str, repeats: int, profile: str
-) -> tuple[dict[str, Any], Rollouts]:
-    """Publish and rollout of one recipe, and the rollouts."""
-    params = models.init_params(config, jax.random.key(0), dtype=masters)
+def published_of(config: ModelConfig, side: Side, options: argparse.Namespace) -> Callable[[], Published]:
+    """Publishes random masters; the statistics that a recipe wants are ones, of no effect on the times."""
+    params = models.init_params(config, jax.random.key(0), dtype=options.masters)
+    seen = jax.tree.map(jnp.ones_like, calibrate.empty(config, side))
+    return lambda: publish(params, config=config, side=side, version=0, calibration=seen)
+
+
+def time_decoding(call: Callable[[int], Rollouts], shape: Shape, repeats: int) -> dict[str, Any]:
+    """A whole rollout, one of a single token, and the tokens a second between the two."""
     found: dict[str, Any] = {}
-    seen = jax.tree.map(jnp.ones_like, calibrate.empty(config, side))  # of no effect on the times
-
-    def made() -> Published:
-        return publish(params, config=config, side=side, version=0, calibration=seen)
-
-    found["publish"], _ = timed(lambda: made().params, repeats)
-    call = rollout_of(made(), config, side, shape)
     found["rollout"], found["rollout_first"] = timed(lambda: call(shape.tokens).tokens, repeats)
     found["first_token"], _ = timed(lambda: call(1).tokens, repeats)
     decoded = shape.rows * (shape.tokens - 1)
     found["decode_tokens_per_second"] = decoded / (found["rollout"] - found["first_token"])
+    return found
+
+
+def time_sampling(
+    config: ModelConfig, side: Side, shape: Shape, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Publish and rollout of one recipe."""
+    made = published_of(config, side, options)
+    found: dict[str, Any] = {}
+    found["publish"], _ = timed(lambda: made().params, options.repeats)
+    call = rollout_of(made(), config, side, shape, options.layers)
+    found |= time_decoding(call, shape, options.repeats)
     found["rollout_peak_gib"] = peak_gib()
-    if profile == "on":
+    if options.profile == "on":
         found["rollout_kernels"] = kernels(lambda: call(shape.tokens).tokens)
-    return found, call(shape.tokens)
+    return found
 
 
-def measure(recipe: str, config: ModelConfig, shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
-    """All phases of one recipe."""
+def time_few_rows(
+    config: ModelConfig, side: Side, shape: Shape, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Decoding of `--few_rows` rows."""
+    few = dataclasses.replace(shape, prompts=options.few_rows // shape.group)
+    call = rollout_of(published_of(config, side, options)(), config, side, few, options.layers)
+    found = time_decoding(call, few, options.repeats)
+    if options.profile == "on":
+        found["rollout_kernels"] = kernels(lambda: call(few.tokens).tokens)
+    return {f"at_{few.rows}_rows": found}
+
+
+def measure(
+    recipe: str, config: ModelConfig, shape: Shape, options: argparse.Namespace, until: float
+) -> dict[str, Any]:
+    """The phases of one recipe that begin before `until`."""
     trainer, rollout = sides(recipe, config)
-    if options.phases == "learning":
+
+    def learning() -> dict[str, Any]:
         learner = learner_of(config, trainer, shape, masters=options.masters, remat=options.remat)
         rollouts = drawn_rollouts(config, shape)
+        if rollout.specs.capture is not None:  # what the rollout recorded guides the trainer
+            published = published_of(config, rollout, options)()
+            rollouts = rollout_of(published, config, rollout, shape, options.layers)(shape.tokens)
         found = time_learning(learner, rollouts, repeats=options.repeats, profile=options.profile)
         found["update_model_tflops"] = update_flop(config, shape) / found["update"] / 1e12
         return found | {"peak_gib": peak_gib()}
-    found, rollouts = time_sampling(
-        config, rollout, shape, masters=options.masters, repeats=options.repeats, profile=options.profile
-    )
-    if options.phases == "all":
-        learner = learner_of(config, trainer, shape, masters=options.masters, remat=options.remat)
-        found |= time_learning(learner, rollouts, repeats=options.repeats, profile=options.profile)
+
+    phases: dict[str, Callable[[], dict[str, Any]]] = {}
+    if options.phases in ("all", "rollout"):
+        phases["sampling"] = lambda: time_sampling(config, rollout, shape, options)
+        if options.few_rows:
+            phases["few_rows"] = lambda: time_few_rows(config, rollout, shape, options)
+    if options.phases in ("all", "learning"):
+        phases["learning"] = learning
+    found: dict[str, Any] = {}
+    left_out = []
+    for name, run in phases.items():
+        if time.perf_counter() < until:
+            found |= run()
+        else:
+            left_out.append(name)
+    if "rollout" in found and "update" in found:
         found["step"] = found["publish"] + found["rollout"] + found["update"]
         found["step_with_scoring"] = found["step"] + found["score"]
-        found["update_model_tflops"] = update_flop(config, shape) / found["update"] / 1e12
-        found["peak_gib"] = peak_gib()
-    return found
+    return found | ({"left_out": left_out} if left_out else {})
 
 
 def main() -> None:
     """Times every recipe, prints as it goes, writes JSON where asked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=sorted(MODELS), default="smollm2")
-    parser.add_argument("--recipes", nargs="+", default=["bf16"])
+    parser.add_argument("--recipes", nargs="+", default=["bf16"], help="names, or: every")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--prompt_width", type=int, default=64)
@@ -270,7 +312,12 @@ def main() -> None:
     parser.add_argument("--remat", choices=("layer", "none"), default="layer")
     parser.add_argument("--phases", choices=("all", "rollout", "learning"), default="all")
     parser.add_argument("--profile", choices=("off", "on"), default="off", help="list the longest kernels")
+    parser.add_argument(
+        "--layers", choices=("stacked", "apart"), default="stacked", help="of the decode step"
+    )
+    parser.add_argument("--few_rows", type=int, default=0, help="decode this many rows too")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     names = [field.name for field in dataclasses.fields(Shape)]
@@ -284,11 +331,13 @@ def main() -> None:
         "model": options.model,
         "masters": options.masters,
         "remat": options.remat,
+        "layers": options.layers,
         "shape": dataclasses.asdict(shape),
         "seconds": {},
     }
-    for recipe in options.recipes:
-        record["seconds"][recipe] = measure(recipe, MODELS[options.model], shape, options)
+    until = time.perf_counter() + options.budget
+    for recipe in EVERY if options.recipes == ["every"] else options.recipes:
+        record["seconds"][recipe] = measure(recipe, MODELS[options.model], shape, options, until)
         print(json.dumps({recipe: record["seconds"][recipe]}), file=sys.stderr, flush=True)
         if options.json:
             options.json.write_text(json.dumps(record, indent=2) + "\n")

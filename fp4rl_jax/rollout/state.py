@@ -45,8 +45,8 @@ class Prefix:
     """What prefill leaves behind: the prompts' cache, shared by the rows of a group.
 
     Attributes:
-        kv: keys and values of the prompts as the cache keeps them, [L, P, K, S, C] each; S is Tp, or more with
-            padding in front (`models.decode_columns`).
+        kv: keys and values of the prompts as the cache keeps them, [L, P, K, S, C] each; S is Tp, or more
+            with padding in front (`models.decode_columns`).
         mask: [P, S] bool, True on real prompt tokens.
         lengths: [P] int32, real tokens of each prompt: the position of its first new token.
         stats: quantization statistics of the prompts' tokens; empty unless asked for.

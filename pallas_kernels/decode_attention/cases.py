@@ -53,10 +53,13 @@ class Case:
         return int(own + shared) * self.kv_heads * self.head_dim * 2 * 2
 
 
-#: Small: lengths inside, at the end of and beyond a step, prompts whose padding fills a step, three heads in a
-#: group, and a row that sees one column.
+#: Small: lengths inside, at the end of and beyond a step, prompts whose padding fills a step or all, several
+#: heads in a group, rows that see one column or none.
 SMALL = (
-    Case(rows=4, prompts=2, kv_heads=1, group=3, head_dim=64, columns=128, lengths=(1, 64, 70, 128), starts=(0, 60)),
+    Case(
+        rows=4, prompts=2, kv_heads=1, group=3, head_dim=64, columns=128, lengths=(1, 64, 70, 128),
+        starts=(0, 60),
+    ),
     Case(
         rows=2, prompts=1, kv_heads=2, group=2, head_dim=128, columns=128, prompt_columns=128, lengths=(65,),
         starts=(70,), layer=0,
@@ -64,9 +67,9 @@ SMALL = (
     Case(rows=2, prompts=2, kv_heads=1, group=8, head_dim=64, columns=64, lengths=(0, 3), starts=(64, 63)),
 )  # fmt: skip
 
-_SMOLLM2 = {"kv_heads": 3, "group": 3, "head_dim": 64, "columns": 256, "layers": 30}
-_QWEN3 = {"kv_heads": 8, "group": 2, "head_dim": 128, "columns": 256, "layers": 28}
-#: Decode steps of SmolLM2-135M and Qwen3-1.7B, 64 columns of prompt, eight rows a prompt.
+_SMOLLM2 = {"kv_heads": 3, "group": 3, "head_dim": 64, "columns": 256, "layers": 8}
+_QWEN3 = {"kv_heads": 8, "group": 2, "head_dim": 128, "columns": 256, "layers": 8}
+#: Decode steps of SmolLM2-135M and Qwen3-1.7B, eight of their layers, 64 columns of prompt, eight rows each.
 DECODE = {
     f"{name} {rows} rows {length} columns": Case(rows=rows, prompts=rows // 8, lengths=(length,), **shape)
     for name, shape in (("smollm2", _SMOLLM2), ("qwen3_1_7b", _QWEN3))
@@ -79,18 +82,18 @@ def expected(case: Case, *, scale: float) -> tuple[np.ndarray, np.ndarray]:
     """The reference in float32 and the most that an implementation may differ from it, both [B, H, C].
 
     Probabilities p rounded to bfloat16 and the rounded result: 2^-8 each, of sum p |v| and of the result. A
-    score's float32 sum of C products is within C + 2 units of sum |q k| of it on either side, and an error d of
-    all scores changes p by a factor of at most exp(d), numerator and denominator alike; sums over the columns add
-    a unit each, exponentials four.
+    score's float32 sum of C products is within C + 2 units of sum |q k| of it on either side, and an error d
+    of all scores changes p by a factor of at most exp(d), numerator and denominator alike; sums over the
+    columns add a unit each, exponentials eight.
     """
     (q, cache, prompt), numbers = case.operands()
     run = jax.jit(reference.decode_attention, static_argnames="scale")
     q = q.astype(jnp.float32)
     want = np.asarray(run(q, cache, prompt, scale=scale, **numbers), np.float64)
-    size = np.asarray(
-        run(q, *((x[0], jnp.abs(x[1])) for x in (cache, prompt)), scale=scale, **numbers), np.float64
-    )
-    largest = max(float(jnp.abs(x[0][case.layer].astype(jnp.float32)).sum(-1).max()) for x in (cache, prompt))
+    sizes = [(keys, jnp.abs(values)) for keys, values in (cache, prompt)]
+    size = np.asarray(run(q, *sizes, scale=scale, **numbers), np.float64)
+    keys = [x[0][case.layer].astype(jnp.float32) for x in (cache, prompt)]
+    largest = max(float(jnp.abs(k).sum(-1).max()) for k in keys)
     score = 2 * (case.head_dim + 2) * UNIT * scale * float(jnp.abs(q).max()) * largest
     columns = case.columns + case.prompt_columns
     relative = 2.0**-8 + 2 * score + 2 * (columns + 8) * UNIT

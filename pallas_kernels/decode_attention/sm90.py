@@ -1,7 +1,7 @@
 """Decode attention on Hopper, Pallas Mosaic GPU: the stacked cache is read where it lies.
 
-One CTA, a single warpgroup, takes one (row, KV head) and a share of its steps. A step is `STEP` columns of the
-prompt or of the row's own keys and values, brought by TMA from the stacked array into a ring of slots:
+One CTA, a single warpgroup, takes one (row, KV head) and a share of its steps. A step is `STEP` columns of
+the prompt or of the row's own keys and values, brought by TMA from the stacked array into a ring of slots:
 
     S^T [STEP, 8] = K q^T      wgmma; the keys are its left operand, eight query columns, G of them real
     P^T = exp2(S^T - max)      down the columns, in registers; running maximum and sum in float32
@@ -9,8 +9,9 @@ prompt or of the row's own keys and values, brought by TMA from the stacked arra
 
     step i:   wait slot i | S | softmax | P to shared memory, all warps meet | ask for step i + slots - 1 | O
 
-The slot that is asked for was read in step i - 1, which every warp has left where they meet. Only steps that a
-row sees are read: from the prompt's first real column on, and up to the row's length.
+The slot that is asked for was read in step i - 1, which every warp has left where they meet. Only steps
+that a row sees are read: from the prompt's first real column on, and up to the row's length. Queries and
+results have G rows in memory and 8 here: the copies fill up with zeros, and leave out what lies beyond.
 """
 
 import functools
@@ -59,7 +60,7 @@ def refuses(facts: Facts) -> str | None:
 
 
 def num_splits(units: int, steps: int) -> int:
-    """CTAs that share the steps of one (row, KV head): a power of two, 1 where `units` alone keep the machine busy."""
+    """CTAs that share the steps of one (row, KV head), a power of two; 1 where `units` fill the machine."""
     splits = 1
     while units * splits * 2 <= BUSY and splits * 2 <= steps:
         splits *= 2
