@@ -16,7 +16,7 @@ STEP = sm90.STEP
 
 #: The written order of `impl="auto"`; the reference is last and never refuses.
 IMPLS = (
-    Impl(name="sm90", run=sm90.decode_attention, refuses=sm90.refuses, verified_on=()),
+    Impl(name="sm90", run=sm90.decode_attention, refuses=sm90.refuses, verified_on=(H200,)),
     Impl(name="xla", run=xla.decode_attention, refuses=xla.refuses, verified_on=(CPU, H200)),
     Impl(name="reference", run=reference.decode_attention, refuses=lambda _: None, verified_on=(CPU, H200)),
 )
