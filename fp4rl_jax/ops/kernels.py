@@ -21,9 +21,9 @@ from pallas_kernels.formats import TILE_N, natural_k, order_k, pack, packable, p
 from pallas_kernels.quantize import Quantized, Task
 
 __all__ = [
+    "DECODE_STEP",
     "PACKED_FORMATS",
     "TILE_N",
-    "DECODE_STEP",
     "Choice",
     "Facts",
     "Quantized",
