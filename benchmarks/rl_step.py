@@ -9,21 +9,24 @@ a median of `--repeats` calls after one that compiles, each ended by waiting for
 tokens/s are of the steps after the first token: rows x (tokens - 1) / (whole call - call of one token).
 Model FLOP are 6 a weight and token and those of the attention products, no recomputation. `--few_rows`
 decodes that many rows too. Once `--budget` seconds are gone no further phase begins; the record names those
-left out.
+left out. Processes that are given one `--lock` file compile beside each other and time alone.
 """
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import datetime
+import fcntl
 import gzip
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +75,43 @@ class Shape:
         return self.prompts * self.group
 
 
-def timed(run: Callable[[], Any], repeats: int) -> tuple[float, float]:
-    """Median seconds of a call, and seconds of the first, which compiles."""
-    taken = []
-    for _ in range(repeats + 1):
+class Turns:
+    """Who uses the device: everybody who compiles at a time, or one who times."""
+
+    def __init__(self) -> None:
+        self.file: int | None = None
+
+    def join(self, path: Path) -> None:
+        """Takes part under a lock file; waits until nobody times."""
+        self.file = os.open(path, os.O_CREAT | os.O_RDWR)
+        fcntl.flock(self.file, fcntl.LOCK_SH)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """While it lasts nobody else of the lock file uses the device."""
+        if self.file is not None:
+            fcntl.flock(self.file, fcntl.LOCK_EX)
+        yield
+        if self.file is not None:
+            fcntl.flock(self.file, fcntl.LOCK_SH)
+
+
+TURNS = Turns()
+
+
+def timed(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Median seconds of every call, by name, and as NAME_first the seconds of its first, which compiles."""
+
+    def seconds(run: Callable[[], Any]) -> float:
         start = time.perf_counter()
         jax.block_until_ready(run())
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[1:]), taken[0]
+        return time.perf_counter() - start
+
+    found = {f"{name}_first": seconds(run) for name, run in runs.items()}
+    with TURNS.alone():
+        for name, run in runs.items():
+            found[name] = statistics.median(seconds(run) for _ in range(repeats))
+    return found
 
 
 def kernels(run: Callable[[], Any], most: int = 40) -> dict[str, dict[str, float]]:
@@ -203,8 +235,6 @@ def time_learning(learner: Learner, rollouts: Rollouts, *, repeats: int, profile
         rollouts, jax.random.normal(jax.random.key(2), rollouts.tokens.shape[:1]), ref_logprobs=None
     )
     score_it = jax.jit(score, static_argnames="learner")
-    found: dict[str, Any] = {}
-    found["score"], found["score_first"] = timed(lambda: score_it(held[0], batch, learner=learner), repeats)
     step = jax.jit(update, static_argnames="learner", donate_argnums=0)
     key = jax.random.key(3) if learner.side.specs.is_stochastic else None
 
@@ -212,7 +242,8 @@ def time_learning(learner: Learner, rollouts: Rollouts, *, repeats: int, profile
         held[0], outcome = step(held[0], batch, learner=learner, key=key)
         return outcome.loss
 
-    found["update"], found["update_first"] = timed(once, repeats)
+    runs = {"score": lambda: score_it(held[0], batch, learner=learner), "update": once}
+    found: dict[str, Any] = dict(timed(runs, repeats))
     if profile == "on":
         found["update_kernels"] = kernels(once)
     return found
@@ -225,14 +256,14 @@ def published_of(config: ModelConfig, side: Side, options: argparse.Namespace) -
     return lambda: publish(params, config=config, side=side, version=0, calibration=seen)
 
 
-def time_decoding(call: Callable[[int], Rollouts], shape: Shape, repeats: int) -> dict[str, Any]:
-    """A whole rollout, one of a single token, and the tokens a second between the two."""
-    found: dict[str, Any] = {}
-    found["rollout"], found["rollout_first"] = timed(lambda: call(shape.tokens).tokens, repeats)
-    found["first_token"], _ = timed(lambda: call(1).tokens, repeats)
-    decoded = shape.rows * (shape.tokens - 1)
-    found["decode_tokens_per_second"] = decoded / (found["rollout"] - found["first_token"])
-    return found
+def decoded(call: Callable[[int], Rollouts], shape: Shape) -> dict[str, Callable[[], Any]]:
+    """A whole rollout, and one of a single token: the same program."""
+    return {"rollout": lambda: call(shape.tokens).tokens, "first_token": lambda: call(1).tokens}
+
+
+def tokens_per_second(found: dict[str, float], shape: Shape) -> float:
+    """Of the steps after the first token."""
+    return shape.rows * (shape.tokens - 1) / (found["rollout"] - found["first_token"])
 
 
 def time_sampling(
@@ -240,13 +271,13 @@ def time_sampling(
 ) -> dict[str, Any]:
     """Publish and rollout of one recipe."""
     made = published_of(config, side, options)
-    found: dict[str, Any] = {}
-    found["publish"], _ = timed(lambda: made().params, options.repeats)
     call = rollout_of(made(), config, side, shape, options.layers)
-    found |= time_decoding(call, shape, options.repeats)
+    runs = {"publish": lambda: made().params, **decoded(call, shape)}
+    found: dict[str, Any] = dict(timed(runs, options.repeats))
+    found["decode_tokens_per_second"] = tokens_per_second(found, shape)
     found["rollout_peak_gib"] = peak_gib()
     if options.profile == "on":
-        found["rollout_kernels"] = kernels(lambda: call(shape.tokens).tokens)
+        found["rollout_kernels"] = kernels(runs["rollout"])
     return found
 
 
@@ -256,9 +287,10 @@ def time_few_rows(
     """Decoding of `--few_rows` rows."""
     few = dataclasses.replace(shape, prompts=options.few_rows // shape.group)
     call = rollout_of(published_of(config, side, options)(), config, side, few, options.layers)
-    found = time_decoding(call, few, options.repeats)
+    found: dict[str, Any] = dict(timed(decoded(call, few), options.repeats))
+    found["decode_tokens_per_second"] = tokens_per_second(found, few)
     if options.profile == "on":
-        found["rollout_kernels"] = kernels(lambda: call(few.tokens).tokens)
+        found["rollout_kernels"] = kernels(decoded(call, few)["rollout"])
     return {f"at_{few.rows}_rows": found}
 
 
@@ -318,8 +350,11 @@ def main() -> None:
     parser.add_argument("--few_rows", type=int, default=0, help="decode this many rows too")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds")
+    parser.add_argument("--lock", type=Path, help="file shared with other processes on the device")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.lock:
+        TURNS.join(options.lock)
     names = [field.name for field in dataclasses.fields(Shape)]
     shape = Shape(**{name: getattr(options, name) for name in names})
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
@@ -332,6 +367,8 @@ def main() -> None:
         "masters": options.masters,
         "remat": options.remat,
         "layers": options.layers,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "compiled_beside_others": options.lock is not None,
         "shape": dataclasses.asdict(shape),
         "seconds": {},
     }

@@ -88,8 +88,8 @@ class StackedAttention:
         state = write(state, cached.stored(), layer=extra, column=self.column)
         out = ops.attention_decode(
             q,
-            (state.k, state.v),
-            (self.prefix.k, self.prefix.v),
+            _arrays(state),
+            _arrays(self.prefix),
             layer=extra,
             lengths=self.lengths,
             starts=self.starts,
@@ -125,6 +125,11 @@ class GroupAttention:
         out = _after_prompt(qc, segments, scale=self.scale, order=self.order)
         out = out.reshape(prompt.shape[0], -1, *out.shape[2:])
         return jnp.concatenate([prompt, out], axis=1), None, state
+
+
+def _arrays(cached: KV) -> tuple[Array, Array]:
+    assert isinstance(cached.k, jax.Array) and isinstance(cached.v, jax.Array)  # not quantized
+    return cached.k, cached.v
 
 
 def _segment(cached: KV, mask: Array, dtype: jnp.dtype) -> ops.Segment:

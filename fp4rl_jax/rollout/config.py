@@ -102,7 +102,7 @@ class RolloutConfig:
         dtype: activations and unquantized weights of the sampler, "bfloat16" or "float32".
         prompt_width: columns of the prompt part; shorter prompts are left-padded, longer ones
             are an error.
-        temperature, max_new_tokens, top_k, top_p, min_p: as in `SamplingConfig`.
+        temperature, max_new_tokens, top_k, top_p, min_p, layers: as in `SamplingConfig`.
     """
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -112,6 +112,7 @@ class RolloutConfig:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    layers: Literal["stacked", "apart"] = "stacked"
 
     def validate(self, root: Any) -> None:
         """Checks the section for a training run, before any device is touched.
@@ -136,4 +137,5 @@ class RolloutConfig:
             top_k=self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
+            layers=self.layers,
         )

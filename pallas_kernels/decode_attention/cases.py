@@ -1,6 +1,7 @@
 """Shapes of decode attention that tests compare and benchmarks time, and what two answers may differ by."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +41,8 @@ class Case:
         )
         numbers = {
             "layer": jnp.int32(self.layer),
-            "lengths": jnp.resize(jnp.asarray(self.lengths, jnp.int32), self.rows),
-            "starts": jnp.resize(jnp.asarray(self.starts, jnp.int32), self.prompts),
+            "lengths": jnp.resize(jnp.asarray(self.lengths, jnp.int32), (self.rows,)),
+            "starts": jnp.resize(jnp.asarray(self.starts, jnp.int32), (self.prompts,)),
         }
         return (q, (k, v), (pk, pv)), numbers
 
@@ -67,8 +68,8 @@ SMALL = (
     Case(rows=2, prompts=2, kv_heads=1, group=8, head_dim=64, columns=64, lengths=(0, 3), starts=(64, 63)),
 )  # fmt: skip
 
-_SMOLLM2 = {"kv_heads": 3, "group": 3, "head_dim": 64, "columns": 256, "layers": 8}
-_QWEN3 = {"kv_heads": 8, "group": 2, "head_dim": 128, "columns": 256, "layers": 8}
+_SMOLLM2: dict[str, Any] = {"kv_heads": 3, "group": 3, "head_dim": 64, "columns": 256, "layers": 8}
+_QWEN3: dict[str, Any] = {"kv_heads": 8, "group": 2, "head_dim": 128, "columns": 256, "layers": 8}
 #: Decode steps of SmolLM2-135M and Qwen3-1.7B, eight of their layers, 64 columns of prompt, eight rows each.
 DECODE = {
     f"{name} {rows} rows {length} columns": Case(rows=rows, prompts=rows // 8, lengths=(length,), **shape)

@@ -37,7 +37,10 @@ SLOTS = {64: 4, 128: 3}
 #: CTAs that keep the machine busy: two on each of 132 multiprocessors.
 BUSY = 264
 
-_TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+_TILED = (
+    plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
+    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+)
 _LOWEST = -1e30
 _FLOAT32, _BFLOAT16 = jnp.float32, jnp.bfloat16
 
@@ -199,7 +202,8 @@ def _product(a: Any, b: Any) -> Array:
         plgpu.wgmma(acc, a, b)
         return acc[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), _FLOAT32))
+    sums = plgpu.ACC((a.shape[0], b.shape[1]), _FLOAT32)  # pyright: ignore[reportPrivateImportUsage]
+    return pl.run_scoped(multiply, sums)
 
 
 def _down(x: Array, shape: tuple[int, ...]) -> Array:

@@ -109,5 +109,6 @@ def test_steps_are_shared_out_where_rows_are_few() -> None:
 
 def test_operands_that_do_not_fit_are_named() -> None:
     (q, cache, prompt), numbers = cases.SMALL[0].operands()
+    run = functools.partial(decode_attention.decode_attention, scale=1.0, facts=GPU)
     with pytest.raises(ValueError, match=r"do not fit q \(3, 3, 64\)"):
-        decode_attention.decode_attention(q[:3], cache, prompt, scale=1.0, facts=GPU, **numbers)
+        run(q[:3], cache, prompt, **numbers)  # pyright: ignore[reportArgumentType]

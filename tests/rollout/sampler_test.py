@@ -55,6 +55,19 @@ def test_layout_masks_and_versions():
     assert dict(out.provenance)["rollout.dtype"] == "float32"
 
 
+def test_layers_apart_sample_the_same():
+    published, statics = setup(recipe="qat_w4a4", order="fixed")
+    tokens, mask = tiny.prompts(2)
+    stacked, apart = (
+        tiny.draw(
+            published, tokens, mask, **statics, sampling=SamplingConfig(max_new_tokens=3, layers=layers)
+        )
+        for layers in ("stacked", "apart")
+    )
+    np.testing.assert_array_equal(stacked.tokens, apart.tokens)
+    np.testing.assert_array_equal(stacked.rollout_logprobs, apart.rollout_logprobs)
+
+
 def test_stop_tokens_end_a_row_and_are_kept():
     published, statics = setup()
     tokens, mask = tiny.prompts(4)
