@@ -15,7 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from fp4rl_jax.arrays import Array, PyTree, unknown_name
-from fp4rl_jax.formats import _bits
+from fp4rl_jax.formats import _bits, _ladder
 from fp4rl_jax.formats._grid import Bracket, Grid, GridBracket
 
 Span = Literal["none", "tensor", "row", "static", "block"]
@@ -96,6 +96,12 @@ class Format:
     def code_nan(self) -> int | None:
         """The code of every element of a poisoned block, where no scale can mark it; None elsewhere."""
         return None
+
+    @property
+    def has_ladder(self) -> bool:
+        """Whether `nearest_values` serves it: a block has one scale, exact products with midpoints,
+        and neither `bracket` nor `inner` has rules of its own."""
+        return False
 
     @property
     def qmax(self) -> float:
@@ -213,6 +219,23 @@ class Format:
         if self.scale_width:
             value = self._product(value, once(self.block_scale(scales))[..., None])
         return self._from_blocks(narrow_exact(value, dtype), length)
+
+    def nearest_values(self, x: Array, scales: Array, outer_scale: Array | None) -> Array:
+        """`inner(encode(x, scales, outer_scale), scales, bfloat16)` of a bfloat16 x, without the codes.
+
+        Of a format that `has_ladder`; fewer and narrower instructions for a CPU, see `_ladder`.
+
+        Exact: the same bits, whatever x.
+        """
+        blocks, length = self._to_blocks(x)
+        scale = once(self.block_scale(scales))
+        log = _bits.from_float(scale)
+        if outer_scale is not None:
+            log = self.under_outer(log, outer_scale)
+        levels = jnp.asarray(self.grid.values, jnp.float32)[:, None]
+        values = self._product(*jnp.broadcast_arrays(levels, scale[..., None, :]))
+        ladder = _ladder.build(self.grid, log, values, self._live(scales, outer_scale))
+        return self._from_blocks(_ladder.nearest(blocks, once(ladder)), length)
 
     def _product(self, element: Array, scale: Array) -> Array:
         """Element times block scale, right over the whole range of float32, subnormals included.
@@ -374,6 +397,14 @@ def narrow_exact(x: Array, dtype: DTypeLike) -> Array:
         return x.astype(dtype)
     upper = (lax.bitcast_convert_type(x, jnp.uint32) >> 16).astype(jnp.uint16)
     return lax.bitcast_convert_type(upper, jnp.bfloat16)
+
+
+def widen_exact(x: Array, dtype: DTypeLike) -> Array:
+    """The inverse of `narrow_exact`: bfloat16 values in `dtype`, subnormals included."""
+    if dtype == jnp.bfloat16:
+        return x
+    bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
+    return lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
 
 
 def share_rows(x: Array, rows: int, how: Literal["max", "sum"]) -> Array:

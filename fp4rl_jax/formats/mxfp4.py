@@ -35,6 +35,10 @@ class MXFP4(Format):
     def block(self) -> int:
         return 32
 
+    @property
+    def has_ladder(self) -> bool:
+        return True
+
     def choose_scales(
         self, x: Array, amax: Array, outer_scale: Array | None, *, span_amax: Array | None = None
     ) -> Array:

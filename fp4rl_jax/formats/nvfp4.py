@@ -60,6 +60,10 @@ class NVFP4(Format):
         return self.outer_rounding == "pow2"
 
     @property
+    def has_ladder(self) -> bool:
+        return self.outer_is_power_of_two and self.span != "static"
+
+    @property
     def _bound(self) -> float:
         """Largest product of element and block scale that the outer scale aims at."""
         return 6 * (448.0 if self.four_over_six == "off" else 256.0)

@@ -209,6 +209,9 @@ def _forward(plan: Plan, x: Array, w: Operand, key: Array | None, hint: PyTree):
     if r_d is None:
         assert isinstance(w_d, Prepared)
         y = _contract(plan, flatten(x_d), w_d, dims=(1, 1))
+    elif isinstance(w_d, Prepared) and sums_exactly(plan.spec, x, x_d):
+        columns = w.columns if isinstance(w, Calibrated) else None
+        y = _contract(plan, summed(flatten(x_d), r_d, columns), w_d, dims=(1, 1))
     else:
         if not isinstance(w_d, Split) and r_d.shape[-1] < w_d.shape[-1]:
             assert isinstance(w, Calibrated) and w.columns is not None
@@ -240,6 +243,31 @@ def _two_terms(plan: Plan, x: Prepared, r: Prepared, w: Prepared | Split) -> Arr
         both = dot(jnp.concatenate([x.operand, r.operand]), w)
         first, second, outer = both[:rows], both[rows:], w.outer_scale
     return add_terms(plan, (first, x), (second, r), outer)
+
+
+def sums_exactly(spec: MatmulSpec, x: Array, operand: Prepared) -> bool:
+    """Whether the operand of x and the second one may be one, of float32."""
+    assert spec.act is not None and spec.residual is not None
+    plain = spec.smoothing is None and operand.operand.dtype == FLOAT32
+    return plain and spec.residual.sums_exactly(x.dtype, spec.act)
+
+
+def summed(x: Prepared, r: Prepared, columns: Array | None) -> Prepared:
+    """x + r as one operand [M, K] float32 under x's outer scale, so that one product does for both terms.
+
+    Exact (see `Correction.sums_exactly`): only the order of the product's float32 sum differs from that of
+    two products.
+    """
+    second = r.operand
+    if r.outer_scale is not None:
+        second = second * (r.outer_scale if x.outer_scale is None else r.outer_scale / x.outer_scale)
+    elif x.outer_scale is not None:
+        second = second / x.outer_scale
+    if columns is not None:  # a gather of values and zeros, which a CPU does faster than a scatter
+        k = columns.shape[-1]
+        place = jnp.full(x.shape[-1], k, jnp.int32).at[columns].set(jnp.arange(k, dtype=jnp.int32))
+        second = jnp.take(jnp.pad(second, ((0, 0), (0, 1))), place, axis=-1)
+    return dataclasses.replace(x, operand=x.operand + second)
 
 
 def add_terms(

@@ -343,7 +343,9 @@ def _prepare_calibrated(weight: Calibrated, machine: Machine) -> Calibrated:
     prepared = prepare_weight(weight.weight, machine)
     assert isinstance(prepared, Prepared)
     columns = weight.columns
-    if columns is None or prepared.ndim - columns.ndim > 1:  # experts keep one weight: rows are grouped
+    grouped = columns is not None and prepared.ndim - columns.ndim > 1  # experts keep one weight
+    whole = prepared.operand.dtype == FLOAT32  # there both terms are one operand, see `ops.matmul`
+    if columns is None or grouped or whole:
         return dataclasses.replace(weight, weight=prepared)
     return dataclasses.replace(weight, weight=split_columns(prepared, columns))
 

@@ -7,22 +7,38 @@ from jax import lax
 
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.formats import Format, _bits
-from fp4rl_jax.formats._base import once, pad_last, share_rows
+from fp4rl_jax.formats._base import RoundingFn, once, pad_last, share_rows
 from fp4rl_jax.quantizers.rounding import Hint, Rounding
 
 AxisName = str | tuple[str, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Encoded:
-    """A quantized array before packing: what `QTensor` is made from."""
+class Scaled:
+    """An array about to be rounded: padded, its scales chosen.
 
-    codes: Array  # [..., padded N] uint8, quantized axis last
+    Attributes:
+        x: [..., padded N], quantized axis last.
+        scales: [..., padded N / block * scale width] uint8.
+        outer_scale: float32 or None.
+        span_amax: int32 raw pattern that the outer scale was made from, where known.
+        rounding: which neighbour a value takes, the hint or key inside.
+    """
+
+    x: Array
     scales: Array
     outer_scale: Array | None
+    span_amax: Array | None
+    rounding: RoundingFn
+
+    def codes(self, fmt: Format) -> Array:
+        """[..., padded N] uint8."""
+        return fmt.encode(
+            self.x, self.scales, self.outer_scale, rounding=self.rounding, span_amax=self.span_amax
+        )
 
 
-def encode(
+def choose_scales(
     x: Array,
     fmt: Format,
     rounding: Rounding,
@@ -32,8 +48,8 @@ def encode(
     hint: Hint | None,
     outer_scale: Array | None,
     axis_name: AxisName,
-) -> Encoded:
-    """The single road from an array to codes; see `quantize` for the arguments."""
+) -> Scaled:
+    """The single road from an array to its scales; see `quantize` for the arguments."""
     moved = jnp.moveaxis(x, axis, -1)
     block = fmt.block or max(moved.shape[-1], 1)
     padded = pad_last(moved, -(-moved.shape[-1] // block) * block)
@@ -42,13 +58,11 @@ def encode(
         _check_hint(hint, fmt, axis, moved.shape)
     round_with = rounding.prepare(shape, fmt, key, hint)
     if rounding.borrows_scales and hint is not None:
-        codes = fmt.encode(padded, hint.scales, hint.outer_scale, rounding=round_with)
-        return Encoded(codes, hint.scales, hint.outer_scale)
+        return Scaled(padded, hint.scales, hint.outer_scale, None, round_with)
     amax = share_rows(_bits.block_amax(padded.reshape(shape)), fmt.block_rows, "max")
     outer, span_amax = _outer(fmt, amax, outer_scale, axis, axis_name)
     scales, outer = once((fmt.choose_scales(padded, amax, outer, span_amax=span_amax), outer))
-    codes = fmt.encode(padded, scales, outer, rounding=round_with, span_amax=span_amax)
-    return Encoded(codes, scales, outer)
+    return Scaled(padded, scales, outer, span_amax, round_with)
 
 
 def _outer(

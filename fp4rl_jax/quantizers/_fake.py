@@ -8,8 +8,7 @@ import numpy as np
 
 from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.formats import Format
-from fp4rl_jax.formats._base import pad_last
-from fp4rl_jax.quantizers._encode import AxisName, Encoded, encode
+from fp4rl_jax.quantizers._encode import AxisName, Scaled, choose_scales
 from fp4rl_jax.quantizers.rounding import Hint, Rounding
 
 
@@ -42,11 +41,11 @@ def _round_trip(
     axis_name: AxisName,
 ) -> tuple[Array, Array | None]:
     """The values, and where the gradient passes: None for everywhere."""
-    encoded = encode(
+    scaled = choose_scales(
         x, fmt, rounding, axis=axis, key=key, hint=hint, outer_scale=outer_scale, axis_name=axis_name
     )
-    value = fmt.decode(encoded.codes, encoded.scales, encoded.outer_scale, x.dtype)
-    passes = None if ste == "identity" else _inside(x, encoded, fmt, axis)
+    value = fmt.decode(scaled.codes(fmt), scaled.scales, scaled.outer_scale, x.dtype)
+    passes = None if ste == "identity" else _inside(x, scaled, fmt, axis)
     return jnp.moveaxis(value[..., : x.shape[axis]], -1, axis), passes
 
 
@@ -64,10 +63,9 @@ def _backward(fmt, rounding, ste, axis, axis_name, saved, dy):
 fake_quantize.defvjp(_forward, _backward)
 
 
-def _inside(x: Array, encoded: Encoded, fmt: Format, axis: int) -> Array:
+def _inside(x: Array, scaled: Scaled, fmt: Format, axis: int) -> Array:
     """bool in x's shape, True where |x| / scale <= qmax."""
-    moved = pad_last(jnp.moveaxis(x, axis, -1), encoded.codes.shape[-1])
-    inside = fmt.within(moved, encoded.scales, encoded.outer_scale)[..., : x.shape[axis]]
+    inside = fmt.within(scaled.x, scaled.scales, scaled.outer_scale)[..., : x.shape[axis]]
     return jnp.moveaxis(inside, -1, axis)
 
 

@@ -8,8 +8,7 @@ from flax import struct
 
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.formats import Format
-from fp4rl_jax.formats._base import pad_last
-from fp4rl_jax.quantizers._encode import encode
+from fp4rl_jax.quantizers._encode import choose_scales
 from fp4rl_jax.quantizers.rounding import CompactHint, Guided, Hint
 
 
@@ -55,9 +54,9 @@ def agreement(x: Array, fmt: Format, hint: Hint) -> Agreement:
     Raises:
         ValueError: the hint is of another format, axis or shape.
     """
-    ours = encode(x, fmt, Guided(), axis=-1, key=None, hint=hint, outer_scale=None, axis_name=None)
-    nearest = fmt.encode(pad_last(x, ours.codes.shape[-1]), hint.scales, hint.outer_scale)
-    value = fmt.element(ours.codes)
+    ours = choose_scales(x, fmt, Guided(), axis=-1, key=None, hint=hint, outer_scale=None, axis_name=None)
+    nearest = fmt.encode(ours.x, hint.scales, hint.outer_scale)
+    value = fmt.element(ours.codes(fmt))
 
     def differs(codes: Array) -> Array:
         return (value != fmt.element(codes))[..., : x.shape[-1]]

@@ -10,10 +10,10 @@ from jax.typing import DTypeLike
 
 from fp4rl_jax.arrays import Array, check_name, unknown_name
 from fp4rl_jax.formats import Format, make
-from fp4rl_jax.formats._base import once
+from fp4rl_jax.formats._base import once, widen_exact
 from fp4rl_jax.qtensor import QTensor
 from fp4rl_jax.quantizers import _fake, hadamard
-from fp4rl_jax.quantizers._encode import AxisName, encode
+from fp4rl_jax.quantizers._encode import AxisName, Scaled, choose_scales
 from fp4rl_jax.quantizers.rounding import Hint, Nearest, Rounding
 
 Ste = Literal["identity", "clipped"]
@@ -148,7 +148,7 @@ def _quantize(
 ) -> QTensor:
     fmt = quantizer.fmt
     x = quantizer.seen(x, axis)
-    encoded = encode(
+    scaled = choose_scales(
         x,
         fmt,
         quantizer.rounding,
@@ -158,9 +158,9 @@ def _quantize(
         outer_scale=outer_scale,
         axis_name=axis_name,
     )
-    packed = fmt.pack(once(encoded.codes))  # stored first: pairing breaks up the vector loop
-    padding = encoded.codes.shape[-1] - x.shape[axis]
-    return QTensor(packed, encoded.scales, encoded.outer_scale, fmt=fmt, axis=axis, padding=padding)
+    packed = fmt.pack(once(scaled.codes(fmt)))  # stored first: pairing breaks up the vector loop
+    padding = scaled.x.shape[-1] - x.shape[axis]
+    return QTensor(packed, scaled.scales, scaled.outer_scale, fmt=fmt, axis=axis, padding=padding)
 
 
 @partial(jax.jit, static_argnames=("quantizer", "dtype", "axis", "axis_name"))
@@ -177,7 +177,7 @@ def _inner(
 ) -> tuple[Array, Array | None]:
     fmt = quantizer.fmt
     x = quantizer.seen(x, axis)
-    encoded = encode(
+    scaled = choose_scales(
         x,
         fmt,
         quantizer.rounding,
@@ -187,5 +187,20 @@ def _inner(
         outer_scale=outer_scale,
         axis_name=axis_name,
     )
-    value = fmt.inner(encoded.codes, encoded.scales, dtype)[..., : x.shape[axis]]
-    return jnp.moveaxis(value, -1, axis), encoded.outer_scale
+    value = _values(scaled, quantizer, dtype)[..., : x.shape[axis]]
+    return jnp.moveaxis(value, -1, axis), scaled.outer_scale
+
+
+def _values(scaled: Scaled, quantizer: Quantizer, dtype: DTypeLike) -> Array:
+    """[..., padded N] elements times block scales: through the codes, or the short way to the same bits."""
+    fmt = quantizer.fmt
+
+    def through_codes() -> Array:
+        return fmt.inner(scaled.codes(fmt), scaled.scales, dtype)
+
+    def nearest() -> Array:
+        return widen_exact(fmt.nearest_values(scaled.x, scaled.scales, scaled.outer_scale), dtype)
+
+    if not (fmt.has_ladder and isinstance(quantizer.rounding, Nearest) and scaled.x.dtype == jnp.bfloat16):
+        return through_codes()
+    return jax.lax.platform_dependent(cpu=nearest, default=through_codes)

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from fp4rl_jax import formats, ops
-from fp4rl_jax.quantizers import Quantizer, residual
+from fp4rl_jax.ops.matmul import summed
+from fp4rl_jax.ops.operands import split_columns
+from fp4rl_jax.quantizers import Quantizer, Stochastic, residual
 from fp4rl_jax.quantizers.residual import ChannelStats, Residual
 
 ROW = Quantizer(formats.make("nvfp4", outer="row"))
@@ -35,6 +37,12 @@ SPECS = {
         residual=Residual(selection=residual.make("pairs_4_8"), quantizer=HIF4),
     ),
 }
+
+MXFP4 = ops.MatmulSpec(
+    weight=Quantizer(formats.make("mxfp4")),
+    act=Quantizer(formats.make("mxfp4")),
+    residual=Residual(selection=residual.make("pattern_2_4"), quantizer=Quantizer(formats.make("mxfp4"))),
+)
 
 
 def inputs(rng: np.random.Generator) -> tuple[jax.Array, jax.Array, ChannelStats]:
@@ -97,8 +105,10 @@ def test_codes_and_scales_of_the_weight_are_used_again(rng: np.random.Generator)
     corrected = ops.calibrated_weight(w, STATIC, stats)
     for leaf in ("packed", "scales", "outer_scale"):
         np.testing.assert_array_equal(getattr(corrected.weight, leaf), getattr(plain, leaf))
-    split = ops.prepare(corrected).weight
-    whole = np.asarray(ops.prepare_weight(plain).operand, np.float32)
+    prepared = ops.prepare_weight(plain)
+    assert isinstance(prepared, ops.Prepared)
+    split = split_columns(prepared, corrected.columns)
+    whole = np.asarray(prepared.operand, np.float32)
     np.testing.assert_array_equal(np.asarray(split.selected.operand, np.float32), whole[:, split.columns])
     np.testing.assert_array_equal(np.asarray(split.rest.operand, np.float32), whole[:, split.others])
     np.testing.assert_array_equal(np.sort(np.concatenate([split.columns, split.others])), np.arange(128))
@@ -148,3 +158,36 @@ def test_a_static_selection_without_its_columns_is_refused(rng: np.random.Genera
         jax.grad(lambda x: jnp.sum(ops.matmul(x, q, STATIC)))(x.astype(jnp.float32))
     with pytest.raises(ValueError, match="corrects a quantized activation"):
         ops.MatmulSpec(weight=TENSOR, residual=STATIC.residual)
+
+
+@pytest.mark.parametrize("name", ["static", "pattern", "mxfp4"])
+def test_float32_holds_the_sum_of_both_operands(name: str, rng: np.random.Generator) -> None:
+    """Values over twelve binades in a block: nothing of the sum is rounded away."""
+    spec = SPECS[name] if name in SPECS else MXFP4
+    assert spec.act is not None and spec.residual is not None
+    x = jnp.asarray(rng.normal(size=(40, 256)) * np.exp(3 * rng.normal(size=(40, 256))), jnp.bfloat16)
+    columns = jnp.arange(32, 96) if spec.needs_columns else None
+    assert spec.residual.sums_exactly(x.dtype, spec.act)
+    parts = spec.residual.split(x, spec.act, dtype=jnp.float32, columns=columns)
+    first, second = (ops.Prepared(operand=values, outer_scale=outer) for values, outer in parts)
+    found = summed(first, second, columns)
+    expected = dense(first)
+    expected[:, slice(None) if columns is None else np.asarray(columns)] += dense(second)
+    np.testing.assert_array_equal(dense(found), expected)
+
+
+def dense(operand: ops.Prepared) -> np.ndarray:
+    scale = 1.0 if operand.outer_scale is None else np.asarray(operand.outer_scale, np.float64)
+    return np.asarray(operand.operand, np.float64) * scale
+
+
+def test_sums_that_need_more_bits_are_not_made() -> None:
+    second = STATIC.residual
+    assert isinstance(second, Residual)
+    assert not second.sums_exactly(jnp.float32, ROW)
+    assert not second.sums_exactly(jnp.bfloat16, HIF4)
+    assert not second.sums_exactly(jnp.bfloat16, dataclasses.replace(ROW, rounding=Stochastic()))
+    vendor = Quantizer(formats.make("nvfp4", outer="row", outer_rounding="fp32"))
+    assert not second.sums_exactly(jnp.bfloat16, vendor)
+    assert not dataclasses.replace(second, quantizer=vendor).sums_exactly(jnp.bfloat16, ROW)
+    assert not residual.OutlierClamp().sums_exactly(jnp.bfloat16, ROW)

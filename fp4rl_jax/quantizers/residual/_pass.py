@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from fp4rl_jax.arrays import Array, check_name
-from fp4rl_jax.formats._base import once
+from fp4rl_jax.formats._base import narrow_exact, once
 from fp4rl_jax.quantizers.quantizer import Quantizer
 from fp4rl_jax.quantizers.residual._base import Order, Selection
 from fp4rl_jax.quantizers.residual._columns import Columns, placed_mask
-from fp4rl_jax.quantizers.rounding import Hint
+from fp4rl_jax.quantizers.rounding import Hint, Nearest
 
 #: Values without their outer scale, and the outer scale (None where there is none).
 Scaled = tuple[Array, Array | None]
@@ -41,6 +41,11 @@ class Correction:
     def kept_share(self, length: int) -> float:
         """Share of the second operand's elements of a row of `length` that are not dropped."""
         raise NotImplementedError
+
+    def sums_exactly(self, dtype: DTypeLike, act: Quantizer) -> bool:
+        """Whether float32 holds the sum of both operands of an activation of `dtype`, scales included."""
+        del dtype, act
+        return False
 
     def split(
         self,
@@ -134,6 +139,12 @@ class Residual(Correction):
     def kept_share(self, length: int) -> float:
         return self.selection.kept_share(length, self.block)
 
+    def sums_exactly(self, dtype: DTypeLike, act: Quantizer) -> bool:
+        # six bits each; an element's residual is 0 or no less than 2^-8 of it, and its block's largest no
+        # less than that, so that the second's last bit lies within 2^14 of the first's first
+        fmt = self.quantizer.fmt
+        return _is_narrow(dtype, act) and fmt.code_bits == 4 and fmt.outer_is_power_of_two
+
     def _split(
         self, x: Array, act: Quantizer, quantized: Quantized, *, dtype: DTypeLike, columns: Array | None
     ) -> tuple[Scaled, Scaled]:
@@ -144,7 +155,7 @@ class Residual(Correction):
             first = first * outer
             if not act.fmt.outer_is_power_of_two:  # a rounded product must not contract with the difference
                 first = once(first)
-        residual = once(wide - first)
+        residual = once(_stored(wide - first, x, act))
         shared = outer if self.outer == "shared" else None
         return (values, outer), self.of(residual, wide, dtype=dtype, columns=columns, outer_scale=shared)
 
@@ -157,7 +168,14 @@ class Residual(Correction):
         columns: Array | None = None,
         outer_scale: Array | None = None,
     ) -> Scaled:
-        """Quantizes and selects a residual [M, K] float32; x [M, K] float32 is for the scores.
+        """Quantizes and selects a residual [M, K]; x [M, K] float32 is for the scores.
+
+        Args:
+            residual: float32, or bfloat16 where that holds it exactly.
+            x: what it is the residual of.
+            dtype: of the result.
+            columns: as for `split`.
+            outer_scale: the activation's, where it is shared.
 
         Raises:
             ValueError: the selection needs columns and there are none, or the other way round.
@@ -174,7 +192,7 @@ class Residual(Correction):
             mask = self.selection.mask(values.astype(jnp.float32), x, block=self.block)
             return jnp.where(mask, values, jnp.zeros_like(values)), outer
         assert isinstance(self.selection, Columns)  # checked
-        columns = self.selection.chosen(residual, x, block=self.block)
+        columns = self.selection.chosen(residual.astype(jnp.float32), x, block=self.block)
         values, outer = self._at(residual, columns, dtype, outer_scale)
         return placed(values, columns, residual.shape), outer
 
@@ -190,6 +208,22 @@ class Residual(Correction):
             return self.quantizer.inner(taken(residual), dtype=dtype, outer_scale=outer_scale)
         values, outer = self.quantizer.inner(residual, dtype=dtype, outer_scale=outer_scale)
         return taken(values), outer
+
+
+def _stored(residual: Array, x: Array, act: Quantizer) -> Array:
+    """The residual of x in bfloat16 where that loses nothing, in float32 elsewhere."""
+    return narrow_exact(residual, jnp.bfloat16) if _is_narrow(x.dtype, act) else residual
+
+
+def _is_narrow(dtype: DTypeLike, act: Quantizer) -> bool:
+    """Whether bfloat16 holds the residual x - v of every x of `dtype` that `act` rounds to v.
+
+    It does where x is bfloat16 and v the nearest of the same few values of at most six significant bits for
+    all of a block (not so in HiF4): 0 is one of them, so |x - v| <= |x|, and where v is not 0 it is at least
+    |x| / 2, so that its last bit counts no less than x's. (Below 2^-118, where v is subnormal, it may not.)
+    """
+    nearest = isinstance(act.rounding, Nearest) and act.rotation == "none"
+    return dtype == jnp.bfloat16 and nearest and act.fmt.has_ladder and act.fmt.code_bits == 4
 
 
 def placed(values: Array, columns: Array, shape: tuple[int, ...]) -> Array:
