@@ -112,3 +112,22 @@ def test_operands_that_do_not_fit_are_named() -> None:
     run = functools.partial(decode_attention.decode_attention, scale=1.0, facts=GPU)
     with pytest.raises(ValueError, match=r"do not fit q \(3, 3, 64\)"):
         run(q[:3], cache, prompt, **numbers)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 2])
+def test_the_same_bits_whatever_lies_in_columns_that_are_not_seen(splits: int) -> None:
+    """Repeated calls, memory used otherwise in between, and other values beyond every row's length."""
+    case = cases.Case(
+        rows=128, prompts=16, kv_heads=3, group=3, head_dim=64, columns=64, lengths=tuple(range(1, 65)),
+        starts=tuple(range(0, 60, 4)),
+    )  # fmt: skip
+    (q, cache, prompt), numbers = case.operands()
+    run = jax.jit(functools.partial(sm90.decode_attention, scale=0.125, splits=splits))
+    first = np.asarray(run(q, cache, prompt, **numbers), np.float32)
+    for value in range(50):
+        jnp.full((1 << 22,), value, jnp.float32).block_until_ready()
+        np.testing.assert_array_equal(np.asarray(run(q, cache, prompt, **numbers), np.float32), first)
+    unseen = jnp.arange(64)[:, None] >= numbers["lengths"][:, None, None, None]  # [rows, 1, columns, 1]
+    other = tuple(jnp.where(unseen, jnp.bfloat16(7), leaf) for leaf in cache)
+    np.testing.assert_array_equal(np.asarray(run(q, other, prompt, **numbers), np.float32), first)
