@@ -212,7 +212,9 @@ def test_weights_of_tokens_reach_the_loss(name):
 
     shape = batch.tokens.shape
     ones, ones_grad = weighed(np.ones(shape), "algorithm")
-    assert (float(ones.sum), int(ones.count)) == (float(plain.sum), int(plain.count))
+    assert int(ones.count) == int(plain.count)
+    # two programs: a compiler may contract a product with the sum in one of them
+    np.testing.assert_array_max_ulp(np.asarray(ones.sum), np.asarray(plain.sum), maxulp=4)
     np.testing.assert_array_equal(ones_grad, plain_grad)
     gate = np.where(np.arange(shape[0])[:, None] % 2, 0.25, 0.0) * np.ones(shape)
     half, half_grad = weighed(gate, "algorithm")
