@@ -25,7 +25,7 @@ MOE = dataclasses.replace(
 )
 WIDTH, NEW, GROUP = 6, 5, 2
 CASES = [
-    pytest.param(DENSE, "full", id="dense-full"),
+    pytest.param(DENSE, "full", id="dense-full", marks=pytest.mark.slow),
     pytest.param(DENSE, "compact", id="dense-compact", marks=pytest.mark.slow),
     pytest.param(MOE, "compact", id="moe-compact", marks=pytest.mark.slow),
 ]

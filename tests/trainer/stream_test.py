@@ -81,9 +81,10 @@ def updated(memory: str, given: TrainBatch, rows: int, triage: TriageConfig = OF
 
 @pytest.mark.parametrize(
     ("rows", "triage"),
-    [(1, OFF), pytest.param(2, BOTH, marks=pytest.mark.slow)],
+    [(1, OFF), (2, BOTH)],
     ids=["rows-1", "rows-2-triage"],
 )
+@pytest.mark.slow
 def test_host_memory_changes_no_bit_of_scores_outcome_and_state(rows, triage, rng):
     given = batch(rng)
     on_device, in_host = (updated(memory, given, rows, triage) for memory in ("device", "host"))
