@@ -11,7 +11,6 @@ import argparse
 import functools
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import provenance
 
 from pallas_kernels.decode_attention import cases, sm90, xla
 
@@ -68,11 +68,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     record: dict[str, Any] = {
-        "commit": commit.stdout.strip() or None,
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
+        **provenance.facts(),
         "errors": {},
         "seconds": {},
     }

@@ -16,9 +16,7 @@ says which of their results are equal. Prints JSON and writes it.
 
 import argparse
 import dataclasses
-import datetime
 import json
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +24,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import provenance
 import rl_step
 
 from fp4rl_jax import models
@@ -173,16 +172,12 @@ def main() -> None:
     kernel = {phase: one["kernel"] for phase, one in found.items()}
     if all(phase in kernel for phase in PHASES):
         kernel["both"] = {name: sum(kernel[phase][name] for phase in PHASES) for name in ARMS}
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     _, rollout = rl_step.sides("trace", config)
     record: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip() or None,
+        **provenance.facts(),
         "model": dataclasses.asdict(config),
         "shape": dataclasses.asdict(shape) | {"trained": asked.trained or asked.tokens},
         "masters": asked.masters,
-        "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
         "bytes a token": guidance.record_bytes(config, rollout.specs, rollout.kv),
         "seconds": found,
         "equal": equalities(calls.stream) if "stream" in asked.phases else None,

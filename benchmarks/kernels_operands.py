@@ -1,30 +1,20 @@
 """Operands and records that the benchmarks of the packed FP4 matmul share."""
 
 import dataclasses
-import datetime
 import functools
 import json
-import subprocess
 import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import provenance
 
 from pallas_kernels import formats
+from pallas_kernels.packed_matmul.cases import SHAPES as SHAPES
 from pallas_kernels.packed_matmul.config import Config
 
-#: n x k: Llama-70B-like up and down, two squares, and Qwen3-8B's fused linears.
-SHAPES = {
-    "mlp_up": (28672, 8192),
-    "mlp_down": (8192, 28672),
-    "sq8k": (8192, 8192),
-    "sq4k": (4096, 4096),
-    "q3_qkv": (6144, 4096),
-    "q3_gateup": (24576, 4096),
-    "q3_down": (4096, 12288),
-}
 #: Next to nothing to read: what a call costs before it begins.
 EMPTY = {"empty": (8448, 512)}
 REFUSALS = (jax.errors.JaxRuntimeError, ValueError, NotImplementedError)
@@ -35,13 +25,7 @@ class Record:
 
     def __init__(self, path: Path, budget: float):
         self.path, self.end = path, time.monotonic() + budget
-        self.data = dict(
-            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            commit=_commit(),
-            device=jax.devices()[0].device_kind,
-            jax=jax.__version__,
-            rows=[],
-        )
+        self.data = provenance.facts() | {"rows": []}
 
     def add(self, **row) -> None:
         """Prints a row and writes the file."""
@@ -56,13 +40,6 @@ class Record:
     def over(self) -> bool:
         """Whether the budget is spent."""
         return time.monotonic() > self.end
-
-
-def _commit() -> str:
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip() or "unknown"
 
 
 def short(config: Config) -> str:

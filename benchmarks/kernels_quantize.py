@@ -17,10 +17,7 @@ import argparse
 import dataclasses
 import datetime
 import functools
-import json
-import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -30,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from kernels_operands import Record
 
 import fp4rl_jax
 from fp4rl_jax import formats
@@ -41,36 +39,6 @@ Array = jax.Array
 FORMATS = ("nvfp4", "mxfp4", "hif4")
 DISTINCT = 130e6  # bytes between two uses of one input: twice the second-level cache
 MOST_CALLS = 48
-
-
-class Record:
-    """The results, written after every entry."""
-
-    def __init__(self, path: Path, budget: float) -> None:
-        self.path, self.end, self.bad = path, time.monotonic() + budget, 0
-        git = shutil.which("git")
-        command = [git, "rev-parse", "--short", "HEAD"] if git else ["true"]
-        commit = subprocess.run(command, capture_output=True, text=True, check=False)
-        self.data = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "commit": commit.stdout.strip() or "unknown",
-            "device": jax.devices()[0].device_kind,
-            "jax": jax.__version__,
-            "rows": [],
-        }
-
-    def add(self, **row: object) -> None:
-        """Prints a row and writes the file."""
-        self.data["rows"].append(row)
-        self.bad += row.get("equal") is False
-        shown = (f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
-        print(" ".join(shown), flush=True)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.data, indent=0) + "\n")
-
-    def over(self) -> bool:
-        """Whether the budget is spent."""
-        return time.monotonic() > self.end
 
 
 def options_of(fmt: str) -> formats.Format:
@@ -291,8 +259,9 @@ def main() -> None:
         check(record)
     if arguments.part != "check":
         measure(record, arguments)
-    if record.bad:
-        sys.exit(f"{record.bad} checks differ")
+    bad = sum(row.get("equal") is False for row in record.data["rows"])
+    if bad:
+        sys.exit(f"{bad} checks differ")
 
 
 if __name__ == "__main__":

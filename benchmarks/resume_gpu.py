@@ -10,7 +10,6 @@ flags cost is `benchmarks/rl_step.py` with and without them in XLA_FLAGS.
 """
 
 import argparse
-import datetime
 import json
 import os
 import shlex
@@ -23,6 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import provenance
 
 from fp4rl_jax.config import load
 from fp4rl_jax.runs import catalogue
@@ -124,10 +124,9 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     record: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip() or None,
+        "date": provenance.now(),
+        "commit": provenance.commit(),
         "jax": jax.__version__,
         "settings": words(options, Path("runs"), options.steps),
     }

@@ -16,13 +16,11 @@ import argparse
 import collections
 import contextlib
 import dataclasses
-import datetime
 import fcntl
 import gzip
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +30,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import provenance
 
 from fp4rl_jax import algorithms, corrections, models, plugins, recipes
 from fp4rl_jax.algorithms._common import train_batch
@@ -357,12 +356,8 @@ def main() -> None:
         TURNS.join(options.lock)
     names = [field.name for field in dataclasses.fields(Shape)]
     shape = Shape(**{name: getattr(options, name) for name in names})
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     record: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip() or None,
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
+        **provenance.facts(),
         "model": options.model,
         "masters": options.masters,
         "remat": options.remat,

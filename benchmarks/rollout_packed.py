@@ -17,9 +17,7 @@ decoded to bfloat16 before the loop. A call that takes one token is subtracted f
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -29,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import provenance
 
 import pallas_kernels.packed_matmul
 from benchmarks.rl_step import MODELS, Shape, rollout_of, shallow, sides, timed
@@ -233,12 +232,8 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=130.0, help="seconds after which nothing new starts")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     record: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip() or None,
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
+        **provenance.facts(),
         "options": {name: value for name, value in vars(options).items() if name != "json"},
         "found": {},
     }

@@ -15,10 +15,8 @@ loop's body once.
 
 import argparse
 import dataclasses
-import datetime
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -27,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import provenance
 import rl_step
 
 from fp4rl_jax import models
@@ -143,13 +142,9 @@ def main() -> None:
         prompts=options.prompts, group=options.group, prompt_width=options.prompt_width,
         tokens=options.tokens, microbatch=options.microbatch,
     )  # fmt: skip
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     found = measure(options, shape)
     record = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip() or None,
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
+        **provenance.facts(),
         "settings": {name: str(value) for name, value in vars(options).items() if name != "json"},
         "shares": shares(found),
         "arms": found,

@@ -16,27 +16,18 @@ from absl import flags
 
 from fp4rl_jax.arrays import unknown_name
 from fp4rl_jax.cli import _flags
-from fp4rl_jax.ops.kernels import PACKED_FORMATS, facts_of, padded_k, select_packed
+from fp4rl_jax.ops.kernels import PACKED_FORMATS, PACKED_SHAPES, facts_of, padded_k, select_packed
 from fp4rl_jax.ops.machine import Machine, current
 
 SUMMARY = "what multiplies packed FP4 weights here, and how fast on a GPU"
-#: n x k, as in `benchmarks/kernels_operands.py`.
-SHAPES = {
-    "mlp_up": (28672, 8192),
-    "mlp_down": (8192, 28672),
-    "sq8k": (8192, 8192),
-    "sq4k": (4096, 4096),
-    "q3_qkv": (6144, 4096),
-    "q3_gateup": (24576, 4096),
-    "q3_down": (4096, 12288),
-}
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernels.py"
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints which implementation runs, then on a GPU the times; exit code 2 for a mistake in the words."""
     values = flags.FlagValues()
-    flags.DEFINE_multi_enum("case", list(SHAPES), list(SHAPES), "a shape; repeatable", flag_values=values)
+    names = list(PACKED_SHAPES)
+    flags.DEFINE_multi_enum("case", names, names, "a shape; repeatable", flag_values=values)
     flags.DEFINE_multi_integer(
         "rows", [8, 64, 1024], "rows of activations; repeatable", 1, flag_values=values
     )
@@ -67,7 +58,7 @@ def chosen(machine: Machine, cases: Sequence[str], rows: Sequence[int], fmt: str
     """One line a case and number of rows: the implementation that `auto` takes, and why."""
     lines = [f"packed {fmt} weights, free order: what runs on this {machine.platform}", ""]
     for case in cases:
-        n, k = SHAPES[case]
+        n, k = PACKED_SHAPES[case]
         for m in rows:
             facts = facts_of(machine, m=m, n=n, k=padded_k(k, fmt), w_dtype=fmt)
             choice = select_packed(facts)

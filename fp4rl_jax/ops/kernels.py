@@ -18,11 +18,13 @@ from fp4rl_jax.ops.machine import Machine
 from fp4rl_jax.parallel import Layout
 from pallas_kernels.dispatch import Choice, Facts, UnsupportedError
 from pallas_kernels.formats import TILE_N, natural_k, order_k, pack, packable, padded_k
+from pallas_kernels.packed_matmul.cases import SHAPES as PACKED_SHAPES
 from pallas_kernels.quantize import Quantized, Task
 
 __all__ = [
     "DECODE_STEP",
     "PACKED_FORMATS",
+    "PACKED_SHAPES",
     "TILE_N",
     "Choice",
     "Facts",
@@ -51,7 +53,6 @@ __all__ = [
 
 #: Names of the formats that weights can be packed in.
 PACKED_FORMATS = tuple(pallas_kernels.formats.FORMATS)
-
 
 #: Columns of a cache that is read in place are a multiple of this.
 DECODE_STEP = pallas_kernels.decode_attention.STEP

@@ -9,12 +9,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Choice, Facts, Impl, choose
 from pallas_kernels.formats import FORMATS, unpacked_shape
+from pallas_kernels.matmul import CPU, H200
 from pallas_kernels.packed_matmul import hopper, reference, xla
 
 Array = jax.Array
-
-CPU = "x86-64 CPU"
-H200 = "NVIDIA H200"
 
 
 def _not_compared(facts: Facts) -> str | None:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from pallas_kernels.formats import FORMATS, padded_k
+from pallas_kernels.formats import FORMATS
 
 #: Shared memory of a block on sm_90, and what barriers and padding may take of it.
 SHARED_BYTES, RESERVED_BYTES = 232_448, 2_048
@@ -96,6 +96,3 @@ def impossible(
 def padded_m(m: int, config: Config) -> int:
     """Rows that x is padded to."""
     return -(-m // config.tile_m) * config.tile_m
-
-
-__all__ = ["Config", "impossible", "padded_k", "padded_m", "shared_bytes"]

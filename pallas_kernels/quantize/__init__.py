@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Choice, Facts, Impl, choose
+from pallas_kernels.matmul import CPU, H200
 from pallas_kernels.quantize import reference, sm90, xla
 from pallas_kernels.quantize.task import Quantized, Task
 
 Array = jax.Array
 
-CPU, H200 = "x86-64 CPU", "NVIDIA H200"
 
 __all__ = ["Quantized", "Task", "impls", "quantize", "select"]
 
