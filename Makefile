@@ -2,7 +2,7 @@
 # PYTHON=/path/to/python chooses the interpreter that a new .venv is made with.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-tasks smollm2 demo test test-all compare lint clean
+.PHONY: help venv venv-tasks smollm2 demo test test-slow test-all compare lint clean
 
 BIN := .venv/bin
 export PYTHON
@@ -27,8 +27,10 @@ demo: venv smollm2  ## post-train SmolLM2-135M with an NVFP4 rollout, on two CPU
 test: venv      ## the tests of every mechanism, in minutes, without a network
 	$(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
 
-test-all: venv-tasks smollm2  ## every test that needs no GPU; fetches SmolLM2-135M once
-	$(PYTEST) -m "not gpu" $(PYTEST_ARGS)
+test-slow: venv-tasks smollm2  ## what `make test` leaves out; fetches SmolLM2-135M once
+	$(PYTEST) -m "(slow or smollm2 or tasks) and not gpu" $(PYTEST_ARGS)
+
+test-all: test test-slow  ## every test that needs no GPU
 
 # Fetches once and checks the SHA-256 every time, so an interrupted download is noticed.
 smollm2: venv

@@ -1,6 +1,8 @@
 """What every test shares: eight simulated devices, seeds from test names, and skips with reasons."""
 
 import importlib.util
+import os
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,13 +23,17 @@ MAPS = Path("/proc/self/maps")
 # Compiling is most of what the tests do. Compiled programs are kept between runs under a key of
 # their HLO, compiler version and flags, so `make test-all` after `make test` compiles what is new.
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a small one takes 50 ms
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what this machine cannot run, each with its reason."""
+    """Skips what this machine cannot run, each with its reason; leaves `fast_cases` to `make test`."""
     for item in items:
+        fast = item.get_closest_marker("fast_cases")
+        if isinstance(item, pytest.Function) and fast and item.callspec.id not in fast.args:
+            item.add_marker("slow")
         for mark, reason in _missing(item):
             item.add_marker(pytest.mark.skip(reason=f"{mark}: {reason}"))
 
@@ -49,6 +55,12 @@ def _has_gpu() -> bool:
 
 def _has_tasks() -> bool:
     return all(importlib.util.find_spec(name) for name in ("reasoning_gym", "math_verify"))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Says at once what failed: a run that is cut off has no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n{report.nodeid} failed:\n{report.longreprtext[-4000:]}", file=sys.__stderr__, flush=True)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

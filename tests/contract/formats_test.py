@@ -19,9 +19,12 @@ from fp4rl_jax.quantizers import Quantizer, compact
 
 MODES = [mode for name in formats.names() for mode in formats.variations(name)]
 SHAPE = (32, 256)
-slow = pytest.mark.slow  # seconds each, and there are many: one of each kind is not slow
-each_mode = pytest.mark.parametrize("fmt", MODES, ids=str)
-each_format = pytest.mark.parametrize("fmt", [formats.make(n) for n in formats.names()], ids=lambda f: f.name)
+slow = pytest.mark.slow  # seconds each, and there are many: each format's first mode is not slow
+FIRST = [formats.make(name) for name in formats.names()]
+each_mode = pytest.mark.parametrize(
+    "fmt", [pytest.param(mode, marks=() if mode in FIRST else slow) for mode in MODES], ids=str
+)
+each_format = pytest.mark.parametrize("fmt", FIRST, ids=lambda f: f.name)
 
 
 def draw(seed: int = 0) -> np.ndarray:
@@ -69,8 +72,8 @@ def test_encode_inverts_decode_on_every_code_and_scale(fmt):
     lead = jnp.arange(256, dtype=jnp.uint8) if fmt.scale_width else jnp.zeros(1, jnp.uint8)
     scales = jnp.zeros((len(lead), len(codes) // width, max(fmt.scale_width, 1)), jnp.uint8)
     scales = scales.at[..., 0].set(lead[:, None]).reshape(len(lead), -1)[:, : 256 * fmt.scale_width]
-    values = np.asarray(fmt.decode(codes, scales))
-    again = np.asarray(fmt.encode(jnp.asarray(values), scales))
+    values = np.asarray(jax.jit(fmt.decode)(codes, scales))
+    again = np.asarray(jax.jit(fmt.encode)(jnp.asarray(values), scales))
     sign = 1 << (fmt.code_bits - 1)
     bits = values.view(np.int32) & 0x7FFFFFFF  # as bits: comparing subnormals as floats is a trap
     usable = (bits < 0x7F800000) & ((bits != 0) | (np.asarray(codes) == 0))
@@ -116,7 +119,9 @@ def test_bfloat16_gives_the_bytes_of_float32(fmt):
     assert same(quantized(fmt, x.astype(jnp.bfloat16)), quantized(fmt, x))
 
 
-def jit_equals_eager(fmt):
+@pytest.mark.fast_cases(str(formats.make("mxfp4")))
+@each_mode
+def test_jit_gives_the_bytes_of_eager(fmt):
     """A quantizer is compiled when it is called; eager is one operation at a time."""
     x = jnp.asarray(draw())
     with jax.disable_jit():
@@ -124,35 +129,14 @@ def jit_equals_eager(fmt):
     assert same(quantized(fmt, x), eager)
 
 
-@each_format
-def test_jit_gives_the_bytes_of_eager(fmt):
-    jit_equals_eager(fmt)
-
-
-@slow
 @each_mode
-def test_jit_gives_the_bytes_of_eager_in_every_mode(fmt):
-    jit_equals_eager(fmt)
-
-
-def scan_and_vmap_agree(fmt):
+def test_scan_and_vmap_give_the_same_bytes(fmt):
     stack = jnp.stack([jnp.asarray(draw()), -2 * jnp.asarray(draw(1))])
     _, scanned = jax.lax.scan(lambda _, x: (None, quantized(fmt, x)), None, stack)
     mapped = jax.vmap(lambda x: quantized(fmt, x))(stack)
     assert same(mapped, scanned)
     for i, one in enumerate(stack):
         assert same(jax.tree.map(lambda leaf, i=i: leaf[i], scanned), quantized(fmt, one))
-
-
-@each_format
-def test_scan_and_vmap_give_the_same_bytes(fmt):
-    scan_and_vmap_agree(fmt)
-
-
-@slow
-@each_mode
-def test_scan_and_vmap_give_the_same_bytes_in_every_mode(fmt):
-    scan_and_vmap_agree(fmt)
 
 
 @each_mode
@@ -244,7 +228,7 @@ def test_guidance_reproduces_the_rollout_where_it_can(fmt):
 
 
 @each_format
-@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("axis", [pytest.param(0, marks=slow), 1])
 @pytest.mark.parametrize("devices", [pytest.param(2, marks=slow), pytest.param(4, marks=slow), 8])
 def test_a_shard_gives_the_bytes_of_the_whole(fmt, axis, devices):
     x = jnp.asarray(np.resize(draw(), (32, 1024)))

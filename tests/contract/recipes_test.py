@@ -163,6 +163,7 @@ def test_the_experts_of_a_dense_model_are_refused_by_name(name: str) -> None:
         assert specs["experts/down"] != ops.HIGH_PRECISION
 
 
+@pytest.mark.fast_cases("bf16-bf16", "qat_w4a4-quads", "rollout_resq-rollout_resq", "trace-trace")
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_pair(pair: tuple[str, str]) -> None:
     trainer, rollout = (plugins.load(recipes, name) for name in pair)
@@ -182,6 +183,7 @@ def alone_and_among(
     return both[0], both[1][:rows]
 
 
+@pytest.mark.fast_cases("qat_w4a4", "rollout_resq", "fp8_rollout")
 @pytest.mark.parametrize("name", NAMES)
 def test_batch_invariant_means_batch_invariant(name: str) -> None:
     """Where a rollout's specs say so, a row has the same bits alone and among others."""

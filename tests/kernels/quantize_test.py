@@ -82,6 +82,7 @@ def assert_same(got: Quantized, want: Quantized) -> None:
             np.testing.assert_array_equal(patterns(a), patterns(b), err_msg=name)
 
 
+@pytest.mark.fast_cases("nvfp4-bfloat16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("fmt", NAMES)
 def test_the_hopper_program_gives_the_bytes_of_the_quantizer(fmt: str, dtype: str) -> None:
@@ -92,6 +93,7 @@ def test_the_hopper_program_gives_the_bytes_of_the_quantizer(fmt: str, dtype: st
             assert_same(sm90.emulate(x, task=task), expected(x, task))
 
 
+@pytest.mark.fast_cases("hif4")
 @pytest.mark.parametrize("fmt", NAMES)
 def test_every_bfloat16_pattern(fmt: str, rng: np.random.Generator) -> None:
     """In order, so that blocks share a binade, and mixed, so that outliers meet what they swallow."""
@@ -103,6 +105,7 @@ def test_every_bfloat16_pattern(fmt: str, rng: np.random.Generator) -> None:
         assert_same(sm90.emulate(x, task=task), expected(x, task))
 
 
+@pytest.mark.fast_cases("nvfp4")
 @pytest.mark.parametrize("fmt", NAMES)
 @settings(max_examples=12, deadline=None)
 @given(m=st.integers(1, 40), blocks=st.integers(1, 40), turns=st.integers(1, 4), seed=st.integers(0, 99))
@@ -118,6 +121,7 @@ def test_rows_and_turns_of_any_number(fmt: str, m: int, blocks: int, turns: int,
 
 
 @pytest.mark.parametrize("jitted", JITTED, ids=["reference", "xla"])
+@pytest.mark.fast_cases("mxfp4-reference", "mxfp4-xla")
 @pytest.mark.parametrize("fmt", NAMES)
 def test_the_others_give_the_same(fmt: str, jitted) -> None:
     for case in (Case(m=4, k=192), Case(m=4, k=192, dtype="float32")):

@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+CACHE = {
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
 MESHES = {"one": (1, []), "experts": (4, ["--set", "mesh.data=2", "--set", "mesh.expert=2"])}
 
 pytestmark = pytest.mark.slow
@@ -24,7 +28,7 @@ def steps(tmp_path_factory) -> dict[str, list[dict]]:
         flags = f"--xla_force_host_platform_device_count={devices} --xla_cpu_multi_thread_eigen=false"
         done = subprocess.run(
             [sys.executable, "-m", "fp4rl_jax", *words],
-            env={"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"), **os.environ, "XLA_FLAGS": flags},
+            env={**os.environ, **CACHE, "XLA_FLAGS": flags},
             cwd=ROOT,
             capture_output=True,
             text=True,

@@ -37,6 +37,7 @@ def environment(**more: str) -> dict[str, str]:
     return {
         **os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", **more,
     }  # fmt: skip
 

@@ -66,6 +66,7 @@ def test_the_sides_agree_and_the_ratio_is_one(whole):
         assert line["updates_skipped"] == 0.0
 
 
+@pytest.mark.fast_cases("2")
 @pytest.mark.parametrize("first", [1, 2, 3])
 def test_resuming_after_any_step_changes_nothing(whole, tmp_path, first):
     assert train(config(tmp_path, f"loop.steps={first}")) == exit_codes.OK
@@ -140,7 +141,7 @@ def spawn(folder: Path, cache: Path) -> subprocess.Popen:
     command = [sys.executable, "-m", "fp4rl_jax", "train", "--config", str(ROOT / "configs/ci/grpo.toml")]
     for word in words(folder):
         command += ["--set", word]
-    cached = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
+    cached = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     return subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, **cached}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

@@ -181,6 +181,7 @@ def test_a_planted_record_reaches_the_token_and_layer_it_was_planted_at(config, 
     np.testing.assert_array_equal(whole(last), found)
 
 
+@pytest.mark.slow
 def test_a_record_is_packed_by_the_index_map_of_the_tokens(rng):
     """Rows of several examples: each has the bits, under its own record, that it has in a row of its own."""
     trainer, rollout = sides(DENSE)

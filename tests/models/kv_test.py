@@ -48,6 +48,7 @@ def scales(*exponents: int) -> kv.KV:
     return kv.KV(k=k, v=2 * k)
 
 
+@pytest.mark.fast_cases("nvfp4")
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_what_is_stored_is_what_is_attended_to(fmt, rng):
     """Bit for bit, whole blocks and ragged ones, both dtypes; gradients pass straight through."""
@@ -98,13 +99,10 @@ def test_tokens_are_written_where_they_belong_and_nowhere_else(rng):
         assert not found.any()
 
 
-GUIDED = [
-    pytest.param(fmt, form, marks=() if (fmt, form) == ("nvfp4", "full") else pytest.mark.slow)
-    for fmt in FORMATS
-    for form in ("full", "compact")
-]
+GUIDED = [(fmt, form) for fmt in FORMATS for form in ("full", "compact")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fmt", "form"), GUIDED)
 def test_a_guided_trainer_has_the_rollouts_values_where_they_bracket_its_own(fmt, form, rng):
     """And never one farther from them than the nearest under the rollout's scales (full)."""

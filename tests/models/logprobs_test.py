@@ -32,6 +32,7 @@ def batch(rng, config, prompts=2):
     return ragged_batch(rng, config, prompts=prompts, group=GROUP, prompt_width=PROMPT, width=WIDTH)
 
 
+@pytest.mark.fast_cases("llama", "qwen3_moe")
 @pytest.mark.parametrize("family", list(TINY))
 def test_score_equals_the_float64_oracle(family, rng):
     config = TINY[family]
@@ -115,7 +116,9 @@ def naive(params, tokens, mask, *, config):
     return jnp.where(mask[:, PROMPT:], picked[:, PROMPT - 1 :], 0.0)
 
 
-@pytest.mark.parametrize("head", ["tied", "frozen", pytest.param("own", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "head", ["tied", *(pytest.param(h, marks=pytest.mark.slow) for h in ("frozen", "own"))]
+)
 def test_gradient_equals_that_of_the_naive_form(head, rng):
     config = dataclasses.replace(TINY["llama"], tie_embeddings=head == "tied", num_layers=2)
     params = random_params(config, rng)

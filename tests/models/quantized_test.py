@@ -97,6 +97,7 @@ def test_statistics_leave_values_and_gradients_alone(rng):
     assert not np.any(on[0]) and np.all(np.any(on[1:], axis=(1, 2)))
 
 
+@pytest.mark.slow
 def test_a_key_reaches_every_site_and_equal_keys_give_equal_results(rng, key):
     config = TINY["llama"]
     stochastic = Quantizer(make("nvfp4", outer="row"), rounding=Stochastic())

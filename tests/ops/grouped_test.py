@@ -36,6 +36,7 @@ def by_expert(x, w, spec: ops.MatmulSpec) -> jax.Array:
     return jnp.concatenate(parts)
 
 
+@pytest.mark.fast_cases("plain", "reused")
 @pytest.mark.parametrize("name", SPECS)
 def test_forward_and_gradients(name: str, rng: np.random.Generator) -> None:
     spec, (x, w, sizes) = SPECS[name], case(rng)

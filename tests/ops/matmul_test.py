@@ -45,6 +45,7 @@ def values(quantizer: Quantizer | None, x: jax.Array) -> np.ndarray:
     return np.asarray(q, np.float64)
 
 
+@pytest.mark.fast_cases("nvfp4_fp32-float32", "fp8_blocks-float32", "plain-float32", "weight_only-bfloat16")
 @pytest.mark.parametrize(
     ("pair", "dtype"),
     [
@@ -64,6 +65,7 @@ def test_product_of_the_quantized_operands(pair: str, dtype, rng: np.random.Gene
     assert np.all(np.abs(np.asarray(y, np.float64) - exact) <= bound)
 
 
+@pytest.mark.fast_cases("nvfp4-free", "fp8-fixed")
 @pytest.mark.parametrize("order", ["free", "fixed"])
 @pytest.mark.parametrize("pair", ["nvfp4", "fp8", "fp8_blocks"])
 def test_published_and_prepared_weights_give_the_same_bits(
@@ -138,6 +140,7 @@ def straight_line(spec: ops.MatmulSpec, x: np.ndarray, w: np.ndarray, dy: np.nda
             )
 
 
+@pytest.mark.fast_cases("nvfp4-requantized", "fp8-dequantized")
 @pytest.mark.parametrize(
     ("pair", "backward"),
     [

@@ -5,6 +5,8 @@ its place: the same meaning through XLA, or the Hopper kernel in Pallas's interp
 """
 
 import dataclasses
+import functools
+import itertools
 import math
 
 import jax
@@ -115,12 +117,13 @@ def site(rng: np.random.Generator, name: str, second: str, *, k: int = 448):
     w = jnp.asarray(rng.normal(size=(64, k)) * 0.05, jnp.float32)
     energy = jnp.asarray(rng.random(k) + 0.1, jnp.float32)
     stats = ChannelStats(energy=energy, residual_max=energy, act_max=energy)
-    published = (
-        ops.calibrated_weight(w, spec, stats)
-        if spec.needs_calibration
-        else ops.quantize_weight(w, spec.weight)
-    )
-    return x, published, spec
+    if spec.needs_calibration:
+        return x, jax.jit(lambda w: ops.calibrated_weight(w, spec, stats))(w), spec
+    return x, jax.jit(lambda w: ops.quantize_weight(w, spec.weight))(w), spec
+
+
+def pack(published, side: Side, name: str = "mlp/down"):
+    return jax.jit(lambda w: ops.pack_weight(w, site=name, side=side))(published)
 
 
 def side_of(spec: MatmulSpec, **options) -> Side:
@@ -128,58 +131,85 @@ def side_of(spec: MatmulSpec, **options) -> Side:
 
 
 # ---- the operands ---------------------------------------------------------------------------------
-@pytest.mark.parametrize("second", SECOND)
-@pytest.mark.parametrize("name", FORMATS)
+FAST = {("nvfp4", "blocks"), ("mxfp4", "none"), ("hif4", "pattern_2_4")}
+OPERANDS = [
+    pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
+    for case in itertools.product(FORMATS, SECOND)
+]
+
+
+@pytest.mark.parametrize(("name", "second"), OPERANDS)
 def test_operands_are_those_of_the_decoded_path_and_products_within_the_bound(through_xla, rng, name, second):
     """Both terms' values, row scales and every weight bit for bit; the float64 sum within the bound."""
     x, published, spec = site(rng, name, second)
     q = getattr(published, "weight", published)
     columns, smoothing = (getattr(published, part, None) for part in ("columns", "smoothing"))
-    ready = ops.pack_weight(published, site="mlp/down", side=side_of(spec))
+    ready = pack(published, side_of(spec))
     w = getattr(ready, "weight", ready)
     assert isinstance(w, ops.Packed) and w.shape == q.shape == (64, 448) and w.ndim == 2
     order = np.arange(448)
     if columns is not None:
         order = np.concatenate([columns, np.setdiff1d(order, columns)])
-    values = packed_formats.natural_k(packed_formats.decode(w.words, name), name)[:, :448]
-    weights = np.asarray(values, np.float64) * float(w.scale[0])
+    weights = np.asarray(decoded(w.words, name), np.float64)[:, :448] * float(w.scale[0])
     np.testing.assert_array_equal(weights, np.asarray(q.dequantize(), np.float64)[:, order])
 
-    seen = x if smoothing is None else x.astype(jnp.float32) * smoothing
-    facts = packing.matmul_facts(spec, w.shape, machines.current(), order="free", x_dtype="bfloat16", rows=0)
-    first, row_scale, extra = packed._operands(seen, w, spec, facts)
-    natural = np.asarray(packed_formats.natural_k(first, name)[:, :448], np.float64)
-    got = [natural * np.asarray(row_scale, np.float64)[:, None]]
-    if extra is not None:
-        got.append(
-            np.asarray(packed_formats.natural_k(extra, name), np.float64) * np.asarray(row_scale)[:, None]
-        )
-    want = expected_terms(seen, spec, columns)
-    np.testing.assert_array_equal(got[0], want[0][:, order])
+    got = operands(x, w, smoothing, spec, name)
+    want = expected_terms(x, smoothing, spec, columns)
+    np.testing.assert_array_equal(got[0][:, :448], want[0][:, order])
     assert len(got) == len(want)
-    if extra is not None:
+    if len(got) == 2:
         kept = min(448, got[1].shape[1]) if columns is None else columns.shape[0]
         np.testing.assert_array_equal(got[1][:, :kept], want[1][:, :kept])
         assert not got[1][:, kept:].any() and want[1].any()
 
     y = np.asarray(jax.jit(lambda x, w: ops.matmul(x, w, spec, out_dtype=jnp.float32))(x, ready), np.float64)
-    pairs = [(got[0], weights)] + [(part[:, :448], weights[:, : part[:, :448].shape[1]]) for part in got[1:]]
+    pairs = [(part[:, :448], weights[:, : part[:, :448].shape[1]]) for part in got]
     exact = sum(a @ b.T for a, b in pairs)
     bound = sum(accumulation_bound(a, b) for a, b in pairs) * 2
     assert (np.abs(y - exact) <= bound).all()
-    old = np.asarray(ops.matmul(x, ops.prepare_weight(published), spec, out_dtype=jnp.float32), np.float64)
+    by_values = jax.jit(lambda x, w: ops.matmul(x, ops.prepare_weight(w), spec, out_dtype=jnp.float32))
+    old = np.asarray(by_values(x, published), np.float64)
     assert (np.abs(y - old) <= 2 * bound).all()
 
 
-def expected_terms(x: jax.Array, spec: MatmulSpec, columns) -> list[np.ndarray]:
+@functools.partial(jax.jit, static_argnames="name")
+def decoded(words: jax.Array, name: str) -> jax.Array:
+    return packed_formats.natural_k(packed_formats.decode(words, name), name)
+
+
+def smoothed(x: jax.Array, smoothing: jax.Array | None) -> jax.Array:
+    return x if smoothing is None else x.astype(jnp.float32) * smoothing
+
+
+def operands(x: jax.Array, w, smoothing: jax.Array | None, spec: MatmulSpec, name: str) -> list[np.ndarray]:
+    """float64 values of the activation's terms as the kernel takes them, in the natural order of K."""
+    facts = packing.matmul_facts(spec, w.shape, machines.current(), order="free", x_dtype="bfloat16", rows=0)
+
+    @jax.jit
+    def terms(x, w):
+        first, row_scale, extra = packed._operands(smoothed(x, smoothing), w, spec, facts)
+        return row_scale, [
+            packed_formats.natural_k(part, name) for part in (first, extra) if part is not None
+        ]
+
+    row_scale, parts = terms(x, w)
+    return [np.asarray(part, np.float64) * np.asarray(row_scale, np.float64)[:, None] for part in parts]
+
+
+def expected_terms(x: jax.Array, smoothing, spec: MatmulSpec, columns) -> list[np.ndarray]:
     """float64 values of the activation's terms on the decoded path."""
     if spec.act is None:
-        return [np.asarray(x, np.float64)]
-    if spec.residual is None:
-        parts = [spec.act.inner(x, dtype=jnp.float32)]
-    else:
-        parts = list(spec.residual.split(x, spec.act, dtype=jnp.float32, columns=columns))
-    return [np.asarray(v if outer is None else v * outer, np.float64) for v, outer in parts]
+        return [np.asarray(smoothed(x, smoothing), np.float64)]
+
+    @jax.jit
+    def terms(x):
+        x = smoothed(x, smoothing)
+        if spec.residual is None:
+            return [spec.act.inner(x, dtype=jnp.float32)]
+        return list(spec.residual.split(x, spec.act, dtype=jnp.float32, columns=columns))
+
+    parts = [(np.asarray(v, np.float64), outer) for v, outer in terms(x)]
+    return [v if outer is None else v * np.asarray(outer, np.float64) for v, outer in parts]
 
 
 @pytest.mark.slow
@@ -188,13 +218,17 @@ def expected_terms(x: jax.Array, spec: MatmulSpec, columns) -> list[np.ndarray]:
 )
 def test_the_hopper_kernel_in_the_interpreter(interpreted, rng, name, second):
     x, published, spec = site(rng, name, second, k=256)
-    ready = ops.pack_weight(published, site="mlp/down", side=side_of(spec))
+    ready = pack(published, side_of(spec))
     run = jax.jit(lambda x, w: ops.matmul(x, w, spec, out_dtype=jnp.float32))
     y, old = (np.asarray(run(x, w), np.float64) for w in (ready, ops.prepare_weight(published)))
     q = getattr(published, "weight", published)
-    size = sum(np.abs(term) for term in expected_terms(x, spec, None) or []) if second != "blocks" else None
+    size = (
+        sum(np.abs(term) for term in expected_terms(x, None, spec, None) or [])
+        if second != "blocks"
+        else None
+    )
     if size is None:
-        first, extra = expected_terms(x, spec, published.columns)
+        first, extra = expected_terms(x, None, spec, published.columns)
         size = np.abs(first)
         size[:, np.asarray(published.columns)] += np.abs(extra)
     assert (np.abs(y - old) <= 4 * accumulation_bound(size, q.dequantize())).all()
@@ -203,17 +237,16 @@ def test_the_hopper_kernel_in_the_interpreter(interpreted, rng, name, second):
 def test_a_stack_is_packed_matrix_by_matrix_and_scanned(through_xla, rng):
     spec = spec_of("nvfp4")
     w = jnp.asarray(rng.normal(size=(3, 64, 128)) * 2.0 ** np.arange(3)[:, None, None], jnp.float32)
-    q = ops.quantize_weight(w, spec.weight)
-    ready = ops.pack_weight(q, site="mlp/down", side=side_of(spec))
+    q = jax.jit(lambda w: ops.quantize_weight(w, spec.weight))(w)
+    ready = pack(q, side_of(spec))
     x = jnp.asarray(rng.normal(size=(2, 5, 128)), jnp.bfloat16)
-    _, got = jax.lax.scan(lambda _, w: (None, ops.matmul(x, w, spec)), None, ready)
+    product = jax.jit(lambda w: ops.matmul(x, w, spec))
+    _, got = jax.lax.scan(lambda _, w: (None, product(w)), None, ready)
     assert got.shape == (3, 2, 5, 64) and got.dtype == jnp.bfloat16
     for i in range(3):
-        one = ops.pack_weight(jax.tree.map(lambda leaf, i=i: leaf[i], q), site="mlp/down", side=side_of(spec))
+        one = pack(jax.tree.map(lambda leaf, i=i: leaf[i], q), side_of(spec))
         np.testing.assert_array_equal(np.asarray(one.words), np.asarray(ready.words[i]))
-        np.testing.assert_array_equal(
-            np.asarray(ops.matmul(x, one, spec), np.float32), np.asarray(got[i], np.float32)
-        )
+        np.testing.assert_array_equal(np.asarray(product(one), np.float32), np.asarray(got[i], np.float32))
 
 
 def test_on_a_mesh_every_device_multiplies_its_own_rows(through_xla, rng):
@@ -353,7 +386,7 @@ def compare(monkeypatch, recipe: str, matmul, tokens: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["qat_w4a4", "quads", "rollout_resq"])
+@pytest.mark.parametrize("recipe", ["qat_w4a4", "quads"])
 def test_a_rollout_with_packed_weights_is_the_decoded_one(monkeypatch, recipe):
     compare(monkeypatch, recipe, xla.matmul, tokens=4)
 
@@ -364,7 +397,7 @@ def test_a_rollout_through_the_hopper_kernel_in_the_interpreter(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["qat_w4a4", "quads", "rollout_resq", "qat_w4a16"])
+@pytest.mark.parametrize("recipe", ["quads", "rollout_resq", "qat_w4a16"])
 def test_the_sampler_lowers_for_cuda_with_packed_weights(monkeypatch, recipe):
     """Down to the module that the GPU's compiler takes; no decoded weight is in the decode loop."""
     jax.clear_caches()

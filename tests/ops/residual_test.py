@@ -75,12 +75,8 @@ def everything(x, w, stats, *, spec: ops.MatmulSpec):
     return ways, fixed, alone, (first, second)
 
 
-SLOW = ("call", "token", "pattern")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in SPECS]
-)
+@pytest.mark.fast_cases("static")
+@pytest.mark.parametrize("name", SPECS)
 def test_two_terms_with_one_weight(name: str, rng: np.random.Generator) -> None:
     """Equals the float64 sum of both products within the accumulator's bound; same bits in every form."""
     spec = SPECS[name]

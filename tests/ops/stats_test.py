@@ -18,9 +18,12 @@ from fp4rl_jax.quantizers import Quantizer, residual
 from fp4rl_jax.quantizers.residual import Residual
 from fp4rl_jax.runs import catalogue
 
+act_stats = jax.jit(ops.act_stats, static_argnums=1, static_argnames="stats")
+
 
 def shares(x, q, **kwargs) -> dict[str, tuple[int, int]]:
-    return {name: (int(s.total), int(s.count)) for name, s in ops.quant_stats(x, q, **kwargs).items()}
+    found = jax.jit(ops.quant_stats)(x, q, **kwargs)
+    return {name: (int(s.total), int(s.count)) for name, s in found.items()}
 
 
 def row(*head: float) -> list[float]:
@@ -77,7 +80,7 @@ def test_the_error_of_mxfp4_is_split_where_everything_is_counted() -> None:
     x = jnp.asarray(np.random.default_rng(1).normal(size=(6, 64)), jnp.float32)
     mask = jnp.arange(6) < 4
     act = Quantizer(make("mxfp4"))
-    found = ops.act_stats(x, act, mask=mask, stats="on")
+    found = act_stats(x, act, mask=mask, stats="on")
     weight = site_stats(x, x, MatmulSpec(weight=act), mask=mask, stats="on", key=None)["weight"]
     rows = quant_row("rollout", {"mlp/down": {"act": found, "weight": weight}})
     assert catalogue.undocumented(rows) == []
@@ -92,7 +95,7 @@ def test_the_error_of_mxfp4_is_split_where_everything_is_counted() -> None:
         < rows["quant/rollout_weights/mlp/down/grid_noise"]
     )
     for other, stats in ((act, "sampled"), (Quantizer(make("nvfp4", outer="row")), "on")):
-        assert "scale_bias" not in ops.act_stats(x, other, mask=mask, stats=stats)
+        assert "scale_bias" not in act_stats(x, other, mask=mask, stats=stats)
 
 
 def test_a_sample_counts_every_thirteenth_token_as_it_was_quantized() -> None:
@@ -104,17 +107,17 @@ def test_a_sample_counts_every_thirteenth_token_as_it_was_quantized() -> None:
     assert TOKEN_STRIDE == 13
     whole = quantize(x, "nvfp4", outer="row")
     lost = (np.asarray(whole.codes()) & 7 == 0) & (np.asarray(x) != 0)
-    found = ops.act_stats(x, act, mask=mask, stats="sampled")
+    found = act_stats(x, act, mask=mask, stats="sampled")
     assert int(found["underflow"].count) == int(found["saturation"].count) == 3 * 32
     assert int(found["underflow"].total) == lost.reshape(40, 32)[rows].sum() > 0
-    everything = ops.act_stats(x, act, mask=mask, stats="on")
+    everything = act_stats(x, act, mask=mask, stats="on")
     assert int(everything["saturation"].count) == 39 * 32
 
 
 def test_codes_that_depend_on_other_tokens_are_never_sampled() -> None:
     x = jnp.asarray([row(6.0)] + [row(6.0 * 2.0**-20)] * 14, jnp.float32)
     tensor = Quantizer(make("nvfp4", outer="tensor"))
-    found = ops.act_stats(x, tensor, mask=jnp.ones(15, bool), stats="sampled")
+    found = act_stats(x, tensor, mask=jnp.ones(15, bool), stats="sampled")
     assert (int(found["zero_scale"].total), int(found["zero_scale"].count)) == (14, 15)
 
 

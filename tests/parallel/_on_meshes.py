@@ -385,10 +385,11 @@ def checkpoint(pair: Pair, kept: Any, folder: Path) -> dict[str, bool]:
 def main(family: str, folder: Path) -> None:
     pair = Pair(family)
     found: dict[str, Any] = {"weights": {fmt: weights(pair, fmt) for fmt in ("nvfp4", "mxfp4", "hif4")}}
-    found["weight_only"], kept = weight_only(pair)
-    found["checkpoint"] = checkpoint(pair, kept, folder)
     weight_spec: dict[str, Any] = {"weight": Quantizer("nvfp4")}
-    found["sampled"] = sampled(pair, weight_spec, "free")
+    if family != "moe_uneven":
+        found["weight_only"], kept = weight_only(pair)
+        found["checkpoint"] = checkpoint(pair, kept, folder)
+        found["sampled"] = sampled(pair, weight_spec, "free")
     found["quantized"] = {order: quantized(pair, order) for order in ("free", "fixed")}
     act = Quantizer(formats.make("nvfp4", outer="row"))
     found["sampled_fixed"] = sampled(pair, {**weight_spec, "act": act}, "fixed")

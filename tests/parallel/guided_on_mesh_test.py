@@ -1,34 +1,19 @@
 """A packed KV cache and guidance on data = 2 x tensor = 2 simulated devices: the bits of one device.
 
-`_guided_on_mesh.py` computes, in a process each, for every format of the cache and for `trace`.
+`_guided_on_mesh.py` computes, in a process each, for two formats of the cache and for `trace`, whose
+cache is a third.
 """
-
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = Path(__file__).parent / "_guided_on_mesh.py"
-FLAGS = "--xla_force_host_platform_device_count=4 --xla_cpu_multi_thread_eigen=false"
+from tests.parallel.on_devices import found_by
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["nvfp4", "mxfp4", "hif4", "fp8_e4m3", "trace"])
+@pytest.fixture(scope="module", params=["hif4", "fp8_e4m3", "trace"])
 def found(request, tmp_path_factory) -> dict:
-    folder = tmp_path_factory.mktemp(request.param)
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax")}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(SCRIPT), request.param, str(folder)],
-        env={**os.environ, **cache, "XLA_FLAGS": FLAGS, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=1800,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((folder / "found.json").read_text())
+    return found_by("_guided_on_mesh.py", request.param, tmp_path_factory.mktemp(request.param), devices=4)
 
 
 def test_tokens_logprobs_codes_and_scales_of_the_cache_are_those_of_one_device(found):

@@ -25,27 +25,26 @@ def same_specs(recipe: str) -> bool:
     return [(s, plain(x)) for s, x in trainer.specs.items] == [(s, plain(x)) for s, x in rollout.specs.items]
 
 
-#: What `make test` runs; every other case is in `make test-all`. A case compiles five programs.
-FAST = {("qat_w4a4", "dense", "bfloat16")}
+#: A case compiles five programs. Every recipe on both models; float32 where the recipes differ in kind.
 CASES = [
-    pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
-    for case in itertools.product(tiny.RECIPES, tiny.CONFIGS, ("bfloat16", "float32"))
+    *itertools.product(tiny.RECIPES, tiny.CONFIGS, ("bfloat16",)),
+    *itertools.product(("bf16", "qat_w4a4", "quads"), ("dense",), ("float32",)),
 ]
-
-
-#: The KV formats on a dense model; a recipe's own is among the cases above.
+#: The KV formats on a dense model, followed by nearest rounding and by guidance; a recipe's own is above.
 KV_CASES = [
-    pytest.param(recipe, "dense", "bfloat16", kv, marks=pytest.mark.slow)
-    for recipe, kv in itertools.product(tiny.RECIPES, ("nvfp4", "mxfp4", "hif4", "fp8_e4m3"))
+    (recipe, "dense", "bfloat16", kv)
+    for recipe, kv in itertools.product(("qat_w4a4", "trace"), ("nvfp4", "mxfp4", "hif4", "fp8_e4m3"))
 ]
 
 
+@pytest.mark.fast_cases("qat_w4a4-dense-bfloat16")
 @pytest.mark.parametrize(("recipe", "model", "dtype"), CASES)
 def test_fixed_order_is_exact(recipe, model, dtype):
     """Prefill = decode always; trainer = rollout where the two specs are equal. Bit for bit."""
     check_exact(recipe, model, dtype, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "model", "dtype", "kv"), KV_CASES)
 def test_fixed_order_is_exact_with_a_packed_cache(recipe, model, dtype, kv):
     """Prefill, shared prompts, decoding and scoring see one set of keys and values."""
@@ -148,7 +147,7 @@ def largest_sensitivity(published, out, config, side) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", tiny.RECIPES)
+@pytest.mark.parametrize("recipe", ["naive_nvfp4", "qat_w4a4", "rollout_resq"])
 def test_free_order_is_reported(recipe):
     """No bound is asserted on quantized activations: the shares are printed as what they are."""
     row = table.measure(recipe, "dense", dtype="bfloat16", order="free")

@@ -14,6 +14,7 @@ from fp4rl_jax.quantizers import Quantizer
 KEY = jax.random.key(0)
 
 
+@pytest.mark.fast_cases("nvfp4-shape0-axes0", "mxfp4-shape3-axes3", "hif4-shape4-axes4")
 @pytest.mark.parametrize(
     "fmt, shape, axes",
     [
@@ -37,6 +38,7 @@ def test_any_rank_and_axis_gives_what_moving_the_axis_gives(fmt, shape, axes):
         assert q.codes().shape == x.shape
 
 
+@pytest.mark.fast_cases("70-nvfp4", "70-hif4", "1-mxfp4")
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "hif4", "fp8_e4m3"])
 @pytest.mark.parametrize("length", [1, 70])
 def test_a_ragged_last_block_is_padded_with_zeros(fmt, length):

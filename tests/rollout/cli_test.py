@@ -157,6 +157,7 @@ def test_a_damaged_last_checkpoint_gives_way_to_the_one_before(run, tmp_path):
     assert int(policy.published.version) == 1 and policy.origin.endswith("hurt after 1 steps")
 
 
+@pytest.mark.slow
 def test_eval_and_sample_take_task_widths_and_lengths_from_the_run(run, tmp_path, capsys):
     out = tmp_path / "eval.jsonl"
     assert main(["eval", f"--run={run[0]}", "--limit=3", "--batch_prompts=4", f"--out={out}"]) == 0

@@ -41,6 +41,7 @@ def policy():
     return publish(tiny.params("dense"), config=tiny.DENSE, side=evaluator().side, version=9)
 
 
+@pytest.mark.slow
 def test_batch_size_changes_nothing():
     key = jax.random.key(3)
     two = evaluate(policy(), ITEMS, key, evaluator=evaluator(batch_prompts=2))

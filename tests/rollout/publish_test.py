@@ -17,6 +17,7 @@ def is_qtensor(leaf: object) -> bool:
     return isinstance(leaf, QTensor)
 
 
+@pytest.mark.fast_cases("dense")
 @pytest.mark.parametrize("name", ["dense", "moe"])
 def test_codes_are_those_of_the_recipes_quantizer_layer_by_layer(name):
     """Every layer (and expert) of a fused site alone gives the published bytes: joint outer scale."""
@@ -35,15 +36,9 @@ def test_codes_are_those_of_the_recipes_quantizer_layer_by_layer(name):
             assert float(alone.outer_scale) == float(q.outer_scale[index])
 
 
-#: Every recipe on a dense model; on a mixture one of them here and the others with `make test-all`.
-PAIRS = [
-    pytest.param(name, recipe, marks=pytest.mark.slow if name == "moe" and recipe != "qat_w4a4" else ())
-    for name in ("dense", "moe")
-    for recipe in tiny.RECIPES
-]
-
-
-@pytest.mark.parametrize(("name", "recipe"), PAIRS)
+@pytest.mark.fast_cases("dense-qat_w4a16", "dense-quads", "moe-qat_w4a4")
+@pytest.mark.parametrize("recipe", tiny.RECIPES)
+@pytest.mark.parametrize("name", ["dense", "moe"])
 def test_both_sides_hold_the_same_codes(name, recipe):
     config = tiny.CONFIGS[name]
     trainer, side = tiny.sides(recipe, config)

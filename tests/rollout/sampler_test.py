@@ -55,6 +55,7 @@ def test_layout_masks_and_versions():
     assert dict(out.provenance)["rollout.dtype"] == "float32"
 
 
+@pytest.mark.slow
 def test_layers_apart_sample_the_same():
     published, statics = setup(recipe="qat_w4a4", order="fixed")
     tokens, mask = tiny.prompts(2)
@@ -109,15 +110,8 @@ def test_group_shares_its_prompt_and_equals_repeated_prompts(name):
     assert len({tuple(row) for row in np.asarray(grouped.tokens[:4]).tolist()}) > 1
 
 
-@pytest.mark.parametrize(
-    ("name", "recipe"),
-    [
-        ("dense", "qat_w4a4"),
-        pytest.param("dense", "bf16", marks=pytest.mark.slow),
-        pytest.param("moe", "bf16", marks=pytest.mark.slow),
-        pytest.param("moe", "qat_w4a4", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "recipe"), [("dense", "qat_w4a4"), ("dense", "bf16"), ("moe", "qat_w4a4")])
 def test_a_row_does_not_depend_on_its_batch_mates(name, recipe):
     """Bit for bit with the fixed order: permuted, alone, and with other batch mates."""
     published, statics = setup(name, recipe, order="fixed")
@@ -251,6 +245,7 @@ def test_versions_do_not_mix():
     np.testing.assert_array_equal(again.rollout_logprobs, first.rollout_logprobs)
 
 
+@pytest.mark.slow
 def test_statistics_count_every_real_token_once_and_change_nothing():
     """Tokens that go through the model: a prompt's, once a group, and all of a completion but its last."""
     published, statics = setup(recipe="qat_w4a4")

@@ -99,6 +99,7 @@ def test_update_equals_the_straight_line_form():
     assert int(new.updates) == 1 and bool(outcome.applied)
 
 
+@pytest.mark.slow
 def test_the_ratio_is_exactly_one_at_the_first_update():
     learner, batch = make_learner(qat_w4a4, dtype="bfloat16"), make_batch()
     learner = dataclasses.replace(learner, stats="on")
@@ -116,13 +117,12 @@ def test_the_ratio_is_exactly_one_at_the_first_update():
     assert int(outcome.stats["mlp/down"]["weight"]["saturation"].count) == 3 * 32 * 48
 
 
-def _slow_but(fast, *recipes):
-    """Parameters named by recipe; all but `fast` run with `make test-all`."""
-    name = lambda recipe: recipe.__name__.split(".")[-1]  # noqa: E731
-    return [pytest.param(r, id=name(r), marks=() if r is fast else pytest.mark.slow) for r in recipes]
+def _named(*recipes):
+    return [pytest.param(recipe, id=recipe.__name__.split(".")[-1]) for recipe in recipes]
 
 
-@pytest.mark.parametrize("recipe", _slow_but(qat_w4a4, bf16, qat_w4a16, qat_w4a4))
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", _named(bf16, qat_w4a16, qat_w4a4))
 def test_the_backbone_changes_no_bit(recipe):
     learner = make_learner(recipe, dtype="bfloat16", trainable=("layers/[12]/*",))
     state, batch = init_state(make_params(), learner.subset, learner.config), make_batch()
@@ -162,6 +162,7 @@ def test_a_non_finite_batch_changes_nothing_but_the_count_and_is_located(where):
     assert not any(bool(finite) for path, finite in outcome.finite_leaves.items() if "mlp" in path)
 
 
+@pytest.mark.slow
 def test_a_good_update_clears_the_count_in_a_row():
     learner = make_learner()
     state = init_state(make_params(), learner.subset, learner.config)
@@ -185,7 +186,7 @@ def _two_splits(recipe, order, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", _slow_but(None, qat_w4a4, qat_w4a16))
+@pytest.mark.parametrize("recipe", _named(qat_w4a4, qat_w4a16))
 def test_microbatches_do_not_change_the_logprobs_in_fixed_order(recipe):
     (_, whole), *parts = _two_splits(recipe, "fixed", "bfloat16")
     for _, outcome in parts:
@@ -213,6 +214,7 @@ def test_a_state_of_non_finite_parameters_is_refused_by_path():
         init_state(params, learner.subset, learner.config)
 
 
+@pytest.mark.slow
 def test_two_equal_learners_trace_once():
     traces = []
 
