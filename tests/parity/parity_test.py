@@ -25,10 +25,13 @@ def same_specs(recipe: str) -> bool:
     return [(s, plain(x)) for s, x in trainer.specs.items] == [(s, plain(x)) for s, x in rollout.specs.items]
 
 
-#: A case compiles five programs. Every recipe on both models; float32 where the recipes differ in kind.
+#: A case compiles five programs. Every recipe on the dense model; the mixture and float32 where recipes differ
+#: in kind: no quantizer, both sides', the rollout's residual of blocks and of 2:4, guidance.
+KINDS = ("bf16", "qat_w4a4", "quads", "rollout_resq", "trace")
 CASES = [
-    *itertools.product(tiny.RECIPES, tiny.CONFIGS, ("bfloat16",)),
-    *itertools.product(("bf16", "qat_w4a4", "quads"), ("dense",), ("float32",)),
+    *itertools.product(tiny.RECIPES, ("dense",), ("bfloat16",)),
+    *itertools.product(KINDS, ("moe",), ("bfloat16",)),
+    *itertools.product(KINDS[:3], ("dense",), ("float32",)),
 ]
 #: The KV formats on a dense model, followed by nearest rounding and by guidance; a recipe's own is above.
 KV_CASES = [
