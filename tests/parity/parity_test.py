@@ -25,8 +25,8 @@ def same_specs(recipe: str) -> bool:
     return [(s, plain(x)) for s, x in trainer.specs.items] == [(s, plain(x)) for s, x in rollout.specs.items]
 
 
-#: A case compiles five programs. Every recipe on the dense model; the mixture and float32 where recipes differ
-#: in kind: no quantizer, both sides', the rollout's residual of blocks and of 2:4, guidance.
+#: A case compiles five programs. Every recipe on the dense model; the mixture and float32 where recipes
+#: differ in kind: no quantizer, both sides', the rollout's residual of blocks and of 2:4, guidance.
 KINDS = ("bf16", "qat_w4a4", "quads", "rollout_resq", "trace")
 CASES = [
     *itertools.product(tiny.RECIPES, ("dense",), ("bfloat16",)),
