@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[2]
 #: Stated, not derived: rounding of another CPU's sums, carried through 20 updates. A number that this
 #: lets pass is equal for a reader; a changed quantizer, loss or sampler moves the exact keys.
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
+#: A share counts codes, 1152 at the fewest: rounding may move two values over a threshold.
+SHARE = 2 / 1152
 
 
 def _tool() -> ModuleType:
@@ -64,4 +66,5 @@ def test_twenty_steps_are_what_they_were(recipe: str, tmp_path: Path) -> None:
             f"{key} differs first at step {differ[0]}: run tools/write_run_goldens.py, read the diff"
         )
     for key in wanted.keys() - set(TOOL.EXACT):
-        np.testing.assert_allclose(found[key], wanted[key], RELATIVE, ABSOLUTE, err_msg=key)
+        absolute = SHARE if key.startswith("quant/") else ABSOLUTE
+        np.testing.assert_allclose(found[key], wanted[key], RELATIVE, absolute, err_msg=key)
