@@ -1,4 +1,4 @@
-"""Twenty steps of training with every recipe: the metrics are the stored ones.
+"""Steps of training with every recipe: the metrics are the stored ones.
 
 Compiling is what it costs: seven recipes took 187 CPU seconds with a cold compilation cache and 35
 with a warm one, steps included, so fewer steps would save nothing.
@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[2]
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
 #: A share counts codes, 1152 at the fewest: rounding may move two values over a threshold.
 SHARE = 2 / 1152
+#: Steps that agree on any CPU.
+AGREE = 5
 
 
 def _tool() -> ModuleType:
@@ -48,23 +50,34 @@ def test_every_recipe_learns(recipe: str) -> None:
     assert len(rewards) == TOOL.STEPS and np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.05
 
 
+def differs(key: str, found: float | None, wanted: float | None) -> bool:
+    """Whether a metric of one step is another than the stored one."""
+    if key in TOOL.EXACT or found is None or wanted is None:
+        return found != wanted
+    absolute = SHARE if key.startswith("quant/") else ABSOLUTE
+    return not np.isclose(found, wanted, RELATIVE, absolute)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", TOOL.RECIPES)
-def test_twenty_steps_are_what_they_were(recipe: str, tmp_path: Path) -> None:
+def test_steps_are_what_they_were(recipe: str, tmp_path: Path) -> None:
     """Counts and rewards to the bit, the rest within the bound.
 
-    A CPU whose sums round so differently that a code flips samples another token sooner or later;
-    the first step at which a count differs is then named.
+    On the CPU that wrote the file all twenty steps agree. Sums round differently on another, so that a code
+    flips and another token is sampled sooner or later: `trace` left its file at step 15 and `rollout_resq` at
+    19 on one without bfloat16 dots. A changed quantizer, loss or sampler shows in the first steps.
     """
     found, wanted = TOOL.run(recipe, tmp_path), golden(recipe)
     assert found.keys() == wanted.keys(), "run tools/write_run_goldens.py and read the diff"
-    for key in TOOL.EXACT:
-        differ = [
-            step for step, pair in enumerate(zip(found[key], wanted[key], strict=True)) if len({*pair}) > 1
-        ]
-        assert not differ, (
-            f"{key} differs first at step {differ[0]}: run tools/write_run_goldens.py, read the diff"
-        )
-    for key in wanted.keys() - set(TOOL.EXACT):
-        absolute = SHARE if key.startswith("quant/") else ABSOLUTE
-        np.testing.assert_allclose(found[key], wanted[key], RELATIVE, absolute, err_msg=key)
+    left = [
+        (step, key)
+        for step in range(TOOL.STEPS)
+        for key in wanted
+        if differs(key, found[key][step], wanted[key][step])
+    ]
+    agreed, key = left[0] if left else (TOOL.STEPS, None)
+    print(f"{recipe}: {agreed} of {TOOL.STEPS} steps agree")
+    assert agreed >= AGREE, (
+        f"{key} is {found[key][agreed]} at step {agreed}, was {wanted[key][agreed]}: "
+        "run tools/write_run_goldens.py, read the diff"
+    )

@@ -75,7 +75,7 @@ def test_rms_norm(width: int, dtype, rng: np.random.Generator) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_every_number_of_rows_up_to_70(dtype, rng: np.random.Generator) -> None:
+def test_few_rows_and_rows_around_multiples_of_16(dtype, rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.normal(size=(70, 576)), dtype)
     w = ops.prepare_weight(jnp.asarray(rng.normal(size=(100, 576)), dtype))
     scale = jnp.asarray(rng.normal(size=576), jnp.float32)
@@ -84,7 +84,8 @@ def test_every_number_of_rows_up_to_70(dtype, rng: np.random.Generator) -> None:
     def both(x):
         return ops.matmul(ops.rms_norm(x, scale, eps=1e-5, order="fixed"), w, order="fixed")
 
-    assert_rows_stand_alone(both, x, counts=range(1, 71))
+    around = [16 * i + d for i in range(1, 5) for d in (-1, 0, 1)]
+    assert_rows_stand_alone(both, x, counts=(*range(1, 10), *around, 70))
 
 
 def test_pointwise(rng: np.random.Generator) -> None:
