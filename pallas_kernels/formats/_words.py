@@ -75,6 +75,13 @@ def by_thread(scales: Array) -> Array:
     return split.transpose(0, 4, 1, 3, 5, 2).reshape(n // 64, blocks // 4, 128, 2).astype(jnp.uint32)
 
 
+def by_row(byte: Array) -> Array:
+    """The inverse of `by_thread`: [N / 64, B / 4, 128 threads, 2 rows] -> [N, B]."""
+    tiles, groups = byte.shape[:2]
+    split = byte.reshape(tiles, groups, 4, 8, 4, 2)  # warp, g, q, row half
+    return split.transpose(0, 2, 5, 3, 1, 4).reshape(tiles * TILE_N, groups * 4)
+
+
 # ---- the eight codes of a word, E2M1 ----------------------------------------------------------
 #: Sign, two exponent bits and the mantissa bit of a bfloat16 that holds value * 2^-126.
 MASK = 0x81C081C0
@@ -122,15 +129,21 @@ def unpacked_bytes(words: Array) -> Array:
     return jnp.stack([jnp.stack(rows, -1) for rows in byte], -3).astype(jnp.int32)
 
 
-def e2m1_values(words: Array) -> Array:
-    """Words [...] uint32 -> float32 [..., 2 rows, 2 halves, 2 elements]: what the registers hold, * 2^126."""
+def e2m1_codes(words: Array) -> Array:
+    """Words [...] uint32 -> codes uint32 [..., 2 rows, 2 halves, 2 elements], the inverse of `e2m1_words`."""
     mask, q = jnp.uint32(MASK), words
     registers = jnp.stack([q << 2, q << 6, (q << 12) | (q >> 20), q ^ (q >> 8)], axis=-1) & mask
     registers = registers.reshape(*q.shape, 2, 2).swapaxes(-1, -2)  # row, half
     halves = jnp.stack([registers & 0xFFFF, registers >> 16], axis=-1)
-    magnitude = ((halves >> 6) & 7).astype(jnp.int32)
+    return ((halves >> 12) & 8) | ((halves >> 6) & 7)
+
+
+def e2m1_values(words: Array) -> Array:
+    """Words [...] uint32 -> float32 [..., 2 rows, 2 halves, 2 elements]: what the registers hold, * 2^126."""
+    codes = e2m1_codes(words)
+    magnitude = (codes & 7).astype(jnp.int32)
     twice = jnp.where(magnitude < 2, magnitude, (2 + (magnitude & 1)) << jnp.maximum((magnitude >> 1) - 1, 0))
-    return jnp.where((halves >> 15) == 1, -0.5, 0.5) * twice.astype(jnp.float32)
+    return jnp.where(codes >= 8, -0.5, 0.5) * twice.astype(jnp.float32)
 
 
 def side_by_side(tiles: Array) -> Array:

@@ -43,6 +43,19 @@ def unit(scales: Array) -> Array:
     return jax.lax.bitcast_convert_type((_largest(scales) - 1) << 23, jnp.float32)
 
 
+def scale_bytes(byte: Array) -> Array:
+    """Packed bytes -> int32 E8M0 bytes of the scales that `decode_words` multiplies by, from 2^-127 on.
+
+    Packed bytes below 126 belong to blocks of zeros, where any scale will do.
+    """
+    return jnp.maximum(byte - EXACT_BINADES, 0)
+
+
+def moved_bytes(scales: Array) -> Array:
+    """The inverse of `scale_bytes`, where that clips nothing."""
+    return scales.astype(jnp.int32) + EXACT_BINADES
+
+
 def pack_words(codes: Array, scales: Array) -> tuple[Array, Array]:
     """Codes [N, K] and scale bytes [N, K / 32], uint8, as words.
 

@@ -54,6 +54,18 @@ def ue5m3(scales: Array) -> Array:
     return jnp.where(exponent > 0, normal, jnp.where(fraction == 0, 0, subnormal))
 
 
+def scale_bytes(byte: Array) -> Array:
+    """The inverse of `ue5m3`: int32 E4M3 bytes, subnormals included."""
+    exponent, fraction = byte >> 3, byte & 7
+    subnormal = (8 | fraction) >> (4 - jnp.minimum(exponent, 4))
+    return jnp.where(exponent >= 4, ((exponent - 3) << 3) | fraction, subnormal)
+
+
+def moved_bytes(scales: Array) -> Array:
+    """The inverse of `scale_bytes`: what `pack_words` packs."""
+    return ue5m3(scales)
+
+
 def pack_words(codes: Array, scales: Array) -> tuple[Array, Array]:
     """Codes [N, K] and scale bytes [N, K / 16], uint8, as words.
 

@@ -6,18 +6,19 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import Facts
 from pallas_kernels.formats import decode
 from pallas_kernels.matmul import xla
+from pallas_kernels.packed_matmul.block_scaled import Coded, multiplied
 
 Array = jax.Array
 
 
 def matmul(
-    x: Array,
+    x: Array | Coded,
     packed: Array,
     row_scale: Array,
     scale: Array,
     *,
     fmt: str,
-    residual: Array | None = None,
+    residual: Array | Coded | None = None,
     out_dtype: jnp.dtype = jnp.bfloat16,
     order: str = "free",
 ) -> Array:
@@ -27,10 +28,16 @@ def matmul(
     """
     del order
     w = jax.lax.optimization_barrier(decode(packed, fmt))
-    out = xla.dense(x, w)
+    out = _term(x, w, fmt)
     if residual is not None:
-        out += xla.dense(residual, w[:, : residual.shape[1]])
+        out += _term(residual, w, fmt)
     return (out * (row_scale[:, None] * scale[0])).astype(out_dtype)
+
+
+def _term(x: Array | Coded, w: Array, fmt: str) -> Array:
+    values, outer = multiplied(x, fmt)
+    out = xla.dense(values, w[:, : values.shape[1]])
+    return out if outer is None else out * outer[:, None]
 
 
 def refuses(facts: Facts) -> str | None:
