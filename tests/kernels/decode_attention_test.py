@@ -25,6 +25,7 @@ def compare(run, case: cases.Case) -> None:
     assert np.all(np.abs(got - want) <= limit), np.abs(got - want).max() / limit.max()
 
 
+@pytest.mark.fast_cases("case0")
 @pytest.mark.parametrize("case", cases.SMALL)
 def test_by_the_compilers_dots(case: cases.Case) -> None:
     compare(xla.decode_attention, case)

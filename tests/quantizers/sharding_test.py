@@ -21,6 +21,7 @@ def split(axis: int) -> P:
     return P(*("d" if i == axis else None for i in range(3)))
 
 
+@pytest.mark.fast_cases("0-8", "2-8", "2-fp32-4")
 @pytest.mark.parametrize("devices", [2, 4, 8])
 @pytest.mark.parametrize(
     "axis, options",

@@ -35,6 +35,7 @@ def largest_z(fmt: str, bits: int, **options) -> float:
     return float((error[high > low] / deviation[high > low]).max())
 
 
+@pytest.mark.fast_cases("nvfp4-options0-22", "mxfp4-options1-22", "hif4-options2-22")
 @pytest.mark.parametrize("bits", [16, 22])
 @pytest.mark.parametrize(
     "fmt, options",
