@@ -34,7 +34,7 @@ def patterns() -> np.ndarray:
     return np.concatenate([every, mixed, finite, subnormal, close])
 
 
-@pytest.mark.fast_cases("MXFP4(scale_rule='floor')", "HiF4(outer='none', scale_rounding='nearest')")
+@pytest.mark.fast_cases("MXFP4(scale_rule='floor')", str(formats.make("nvfp4")))
 @pytest.mark.parametrize("fmt", LADDERS)
 def test_values_are_those_of_the_codes(fmt: formats.Format) -> None:
     x = jax.lax.bitcast_convert_type(jnp.asarray(patterns()), jnp.bfloat16)
