@@ -1,7 +1,7 @@
 """A packed KV cache and guidance on data = 2 x tensor = 2 simulated devices: the bits of one device.
 
-`_guided_on_mesh.py` computes, in a process each, for two formats of the cache and for `trace`, whose
-cache is a third.
+`_guided_on_mesh.py` computes, in a process each, for a cache in FP8 and for `trace`, whose cache is
+in NVFP4.
 """
 
 import pytest
@@ -11,7 +11,7 @@ from tests.parallel.on_devices import found_by
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["hif4", "fp8_e4m3", "trace"])
+@pytest.fixture(scope="module", params=["fp8_e4m3", "trace"])
 def found(request, tmp_path_factory) -> dict:
     return found_by("_guided_on_mesh.py", request.param, tmp_path_factory.mktemp(request.param), devices=4)
 
