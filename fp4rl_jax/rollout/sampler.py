@@ -123,7 +123,7 @@ def _sample(
     """The compiled program: the array fields of Rollouts as a dict."""
     params = models.in_use(models.prepare(params, side), config, side, reads="often")
     prefix, hidden = prefill(params, prompts, prompt_mask, config=config, side=side, stats=stats, hint=hint)
-    state = _empty_state(row_limits, prefix, config=config, side=side, sampling=sampling)
+    state = empty_state(row_limits, prefix, config=config, side=side, sampling=sampling)
     emit = partial(_emit, row_limits=row_limits, keys=keys, side=side, sampling=sampling)
     state = emit(state, jnp.repeat(models.logits(params, hidden, order=side.order), group_size, axis=0))
     starts = jnp.repeat(prefix.lengths, group_size)  # [B]
@@ -375,10 +375,15 @@ def _cache(config: ModelConfig, side: Side, *, num_rows: int, width: int) -> mod
     return jax.tree.map(lambda leaf: constrain(leaf, axes, side.layout), cache)
 
 
-def _empty_state(
+def empty_state(
     row_limits: Array, prefix: Prefix, *, config: ModelConfig, side: Side, sampling: SamplingConfig
 ) -> SamplerState:
-    """The state before the first token: nothing written, rows with a positive limit alive."""
+    """The state before the first token: nothing written, rows with a positive limit alive.
+
+    Args:
+        row_limits: [B] int32. prefix: what `prefill` left.
+        config: the model. side: the rollout side. sampling: widths and candidates.
+    """
     batch, width = row_limits.shape[0], sampling.max_new_tokens
     routes = None
     if _watch(config, side) != "off":

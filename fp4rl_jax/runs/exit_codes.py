@@ -21,6 +21,8 @@ NON_FINITE = 6
 TASK = 7
 #: The processes of the run did not find each other.
 PROCESSES = 8
+#: `fp4rl check` found a promise of the configuration broken.
+CHECK = 9
 #: SIGTERM or SIGINT arrived, the state was saved: start the same command with `run.resume="must"`.
 SAVED_PLEASE_RESTART = 75
 
@@ -34,5 +36,6 @@ MEANINGS = {
     NON_FINITE: "too many non-finite updates in a row, or weights that cannot be published",
     TASK: "the task cannot go on: a prompt, a reward, or no group that teaches",
     PROCESSES: "the processes of the run did not find each other",
+    CHECK: "`fp4rl check` found something that does not hold",
     SAVED_PLEASE_RESTART: "interrupted by a signal and saved: please restart",
 }
