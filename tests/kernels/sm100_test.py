@@ -4,7 +4,6 @@ Block-scaled MMAs run nowhere here: they are compiled for sm_100a where the CUDA
 """
 
 import functools
-import importlib.util
 import json
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from pallas_kernels.packed_matmul import block_scaled as bs
 from pallas_kernels.packed_matmul.sm100 import Config, impossible
 from pallas_kernels.quantize import Task, quantize
 from pallas_kernels.testing import UNIT
+from tests import ahead_of_time
 
 ROOT = Path(__file__).parent.parent.parent
 CODED = tuple(bs.SCALE_DTYPES)
@@ -346,11 +346,7 @@ def test_block_scaled_operations_lower_for_blackwell(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins") is None
-    or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
-    reason="ptxas is in the CUDA wheels: pip install 'jax[cuda13]==0.11.2'; see benchmarks/kernels_aot.py",
-)
+@pytest.mark.skipif(ahead_of_time.missing() is not None, reason=str(ahead_of_time.missing()))
 def test_programs_compile_for_sm_100a_with_block_scaled_instructions(tmp_path):
     out = tmp_path / "record.json"
     environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"}
