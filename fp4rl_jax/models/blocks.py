@@ -25,8 +25,26 @@ from fp4rl_jax.ops.inputs import input_stats
 from fp4rl_jax.ops.spec import Capture, MatmulSpec, Order, Side, SiteSpecs
 from fp4rl_jax.parallel import BATCH, constrain
 
-#: What quantization loses is counted; specs make the statistics of inputs that those specs ask for.
-Stats = ops.Stats | SiteSpecs
+
+class Look(Protocol):
+    """What a call makes of every site's input; frozen and hashable, a static argument.
+
+    Args:
+        site: its name. x: [..., K] the activation. weight: the site's, as the matmul takes it.
+        spec: of the side that runs. mask: [...] bool, the rows that count. hint: the site's, or None.
+
+    Returns:
+        A pytree of arrays, which the scan stacks over L.
+    """
+
+    def __call__(
+        self, site: str, x: Array, weight: Any, spec: MatmulSpec, /, *, mask: Array, hint: PyTree
+    ) -> PyTree: ...
+
+
+#: What quantization loses is counted; specs make the statistics of inputs that those specs ask for; a look
+#: makes what it likes.
+Stats = ops.Stats | SiteSpecs | Look
 
 _SITE_INDEX = {site: index for index, site in enumerate(SITE_PATHS)}
 
@@ -134,7 +152,7 @@ class SiteCalls:
             self.captured[kv.NAME] = found.record(self.capture.kv)
         if isinstance(self.stats, SiteSpecs):
             self.found[kv.NAME] = kv.magnitudes(k, v, mask)
-        elif self.stats != "off" and found.quantizer is not None:
+        elif isinstance(self.stats, str) and self.stats != "off" and found.quantizer is not None:
             self.found[kv.NAME] = found.stats(mask=mask, stats=self.stats)
         return found
 
@@ -145,6 +163,8 @@ class SiteCalls:
         spec = self.side.specs[site]
         if isinstance(self.stats, SiteSpecs):
             self.found[site] = input_stats(x, weight, self.stats[site], mask=mask)
+        elif not isinstance(self.stats, str):
+            self.found[site] = self.stats(site, x, weight, spec, mask=mask, hint=hint)
         elif self.stats != "off":
             self.found[site] = site_stats(
                 x, weight, spec, mask=mask, stats=self.stats, key=self._key(site), hint=hint

@@ -14,7 +14,7 @@ from fp4rl_jax.models.config import ModelConfig
 from fp4rl_jax.models.params import num_stacked
 from fp4rl_jax.models.routing import Watch
 from fp4rl_jax.objectives.means import add_sums
-from fp4rl_jax.ops.spec import Capture, Side, SiteSpecs
+from fp4rl_jax.ops.spec import Capture, Side
 from fp4rl_jax.parallel import BATCH, constrain
 
 Remat = Literal["none", "layer"]
@@ -140,7 +140,7 @@ def run_layers(
         kept.append(kept_here)
         stats.append(stats_here)
     joined = jax.tree.map(lambda *parts: parts[0] if len(parts) == 1 else jnp.concatenate(parts), *kept)
-    if isinstance(run.stats, SiteSpecs):
+    if not isinstance(run.stats, str):
         return carry[0], carry[1], joined, jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats)
     return carry[0], carry[1], joined, _together(stats)
 

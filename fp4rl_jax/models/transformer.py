@@ -128,7 +128,8 @@ def forward(
             over the deepest layers}; the static scales of a quantized KV cache are one
             (`kv.SCALES`).
         stats: which per-site quantization outcomes are counted (`ops.stats`); a SiteSpecs gives
-            `ops.inputs.Seen` of every site's input, stacked over L, of what those specs ask for.
+            `ops.inputs.Seen` of every site's input, stacked over L, of what those specs ask for; a
+            `blocks.Look` gives what it makes of it, likewise.
         remat: "layer" recomputes each layer in the backward.
         trainable_from: layers below run without gradient (and so does the embedding lookup when
             it is above 0); nothing is saved for them.
