@@ -16,8 +16,6 @@ ROOT = Path(__file__).parents[2]
 #: Stated, not derived: rounding of another CPU's sums, carried through 20 updates. A number that this
 #: lets pass is equal for a reader; a changed quantizer, loss or sampler moves the exact keys.
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
-#: A share counts codes, 1152 at the fewest: rounding may move two values over a threshold.
-SHARE = 2 / 1152
 #: Steps that agree on any CPU.
 AGREE = 5
 
@@ -54,8 +52,7 @@ def differs(key: str, found: float | None, wanted: float | None) -> bool:
     """Whether a metric of one step is another than the stored one."""
     if key in TOOL.EXACT or found is None or wanted is None:
         return found != wanted
-    absolute = SHARE if key.startswith("quant/") else ABSOLUTE
-    return not np.isclose(found, wanted, RELATIVE, absolute)
+    return not np.isclose(found, wanted, RELATIVE, ABSOLUTE)
 
 
 @pytest.mark.slow

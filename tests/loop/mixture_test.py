@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import CACHE
+
 ROOT = Path(__file__).parents[2]
-CACHE = {
-    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-}
 MESHES = {"one": (1, []), "experts": (4, ["--set", "mesh.data=2", "--set", "mesh.expert=2"])}
 
 pytestmark = pytest.mark.slow

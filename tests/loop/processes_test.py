@@ -18,6 +18,7 @@ from fp4rl_jax import interchange
 from fp4rl_jax.parallel import HEARTBEAT_SECONDS, ProcessError, Processes, start
 from fp4rl_jax.runs import Checkpointer, catalogue, exit_codes
 from fp4rl_jax.runs.files import read_lines
+from tests.processes import CACHE
 
 ROOT = Path(__file__).parents[2]
 #: Sums over rows whose order follows the devices; everything else of a first step is equal bit for bit.
@@ -36,8 +37,7 @@ def words(folder: Path, *more: str) -> list[str]:
 def environment(**more: str) -> dict[str, str]:
     return {
         **os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        **CACHE,
         "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", **more,
     }  # fmt: skip
 

@@ -15,6 +15,7 @@ from fp4rl_jax.cli.train import train
 from fp4rl_jax.config import load
 from fp4rl_jax.runs import catalogue, exit_codes
 from fp4rl_jax.runs.files import read_lines
+from tests.processes import CACHE
 
 ROOT = Path(__file__).parents[2]
 STEPS = 4
@@ -141,7 +142,7 @@ def spawn(folder: Path, cache: Path) -> subprocess.Popen:
     command = [sys.executable, "-m", "fp4rl_jax", "train", "--config", str(ROOT / "configs/ci/grpo.toml")]
     for word in words(folder):
         command += ["--set", word]
-    cached = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    cached = {**CACHE, "JAX_COMPILATION_CACHE_DIR": str(cache)}
     return subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, **cached}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

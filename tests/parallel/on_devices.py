@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.processes import CACHE
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
@@ -18,13 +20,9 @@ def found_by(script: str, case: str, folder: Path, *, devices: int) -> dict[str,
     may otherwise each wait for a thread that another one holds.
     """
     flags = f"--xla_force_host_platform_device_count={devices} --xla_cpu_multi_thread_eigen=false"
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
     done = subprocess.run(
         [sys.executable, "-W", "error", str(HERE / script), case, str(folder)],
-        env={**os.environ, **cache, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **CACHE, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=1800,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
