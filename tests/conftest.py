@@ -12,6 +12,8 @@ import jax
 import numpy as np
 import pytest
 
+from tests import processes
+
 # Sharding tests run on simulated devices. The number is fixed before jax first starts its CPU
 # client, so that a test's result does not depend on which tests ran before it.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -77,6 +79,13 @@ def _drop_programs() -> Iterator[None]:
     """Lets go of a file's compiled programs after it: they hold memory, and mappings of it."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_processes() -> Iterator[None]:
+    """Ends the processes that a file's tests started and, failing, left running."""
+    yield
+    processes.end_all()
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from fp4rl_jax import interchange
 from fp4rl_jax.parallel import HEARTBEAT_SECONDS, ProcessError, Processes, start
 from fp4rl_jax.runs import Checkpointer, catalogue, exit_codes
 from fp4rl_jax.runs.files import read_lines
-from tests.processes import CACHE
+from tests.processes import CACHE, start_child
 
 ROOT = Path(__file__).parents[2]
 #: Sums over rows whose order follows the devices; everything else of a first step is equal bit for bit.
@@ -43,10 +43,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def spawn(command: list[str], log: Path, **more: str) -> subprocess.Popen:
-    with log.open("w") as out:
-        return subprocess.Popen(
-            command, cwd=ROOT, env=environment(**more), stdout=out, stderr=subprocess.STDOUT
-        )
+    return start_child(command, cwd=ROOT, env=environment(**more), log=log)
 
 
 def local(folder: Path, *more: str) -> subprocess.Popen:

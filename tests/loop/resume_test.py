@@ -1,5 +1,7 @@
 """A run that was interrupted and resumed is the run that was not: metrics and parameters, bit for bit."""
 
+import contextlib
+import dataclasses
 import os
 import random
 import signal
@@ -15,7 +17,7 @@ from fp4rl_jax.cli.train import train
 from fp4rl_jax.config import load
 from fp4rl_jax.runs import catalogue, exit_codes
 from fp4rl_jax.runs.files import read_lines
-from tests.processes import CACHE
+from tests.processes import CACHE, start_child
 
 ROOT = Path(__file__).parents[2]
 STEPS = 4
@@ -142,55 +144,101 @@ def spawn(folder: Path, cache: Path) -> subprocess.Popen:
     command = [sys.executable, "-m", "fp4rl_jax", "train", "--config", str(ROOT / "configs/ci/grpo.toml")]
     for word in words(folder):
         command += ["--set", word]
-    cached = {**CACHE, "JAX_COMPILATION_CACHE_DIR": str(cache)}
-    return subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, **cached}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    return start_child(
+        command, cwd=ROOT, env={**os.environ, **CACHE, "JAX_COMPILATION_CACHE_DIR": str(cache)}
     )
 
 
+def files(folder: Path) -> set[tuple[str, int, int]]:
+    """Path, bytes and time of change of every file and folder below `folder`."""
+    found = set()
+    for entry in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # a save renames and removes
+            status = entry.stat()
+            found.add((str(entry), status.st_size, status.st_mtime_ns))
+    return found
+
+
+def has_ended_after(process: subprocess.Popen, folder: Path, changes: int) -> bool:
+    """Waits until the process has changed `folder` so often as could be seen, or has ended."""
+    before = files(folder)
+    while changes and process.poll() is None:
+        time.sleep(0.002)
+        after = files(folder)
+        changes -= after != before
+        before = after
+    return process.poll() is not None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Whole:
+    """An uninterrupted run in processes like the interrupted ones.
+
+    Attributes:
+        folder: of the run.
+        cache: of the compiled programs.
+        quiet: seconds from its start to its first change of the folder.
+        changes: of the folder that could be seen.
+    """
+
+    folder: Path
+    cache: Path
+    quiet: float
+    changes: int
+
+
 @pytest.fixture(scope="module")
-def spawned(tmp_path_factory) -> tuple[Path, Path, float]:
-    """An uninterrupted run in processes like the interrupted ones: its folder, the cache, its seconds."""
+def spawned(tmp_path_factory) -> Whole:
     folder = tmp_path_factory.mktemp("spawned")
-    cache = folder / "cache"
+    cache, warm = folder / "cache", folder / "warm"
     assert spawn(folder / "cold", cache).wait(timeout=900) == exit_codes.OK
     began = time.monotonic()
-    assert spawn(folder / "warm", cache).wait(timeout=900) == exit_codes.OK
-    return folder / "warm", cache, time.monotonic() - began
+    process = spawn(warm, cache)
+    assert not has_ended_after(process, warm, 1)
+    quiet, changes = time.monotonic() - began, 1
+    while not has_ended_after(process, warm, 1):
+        changes += 1
+    assert process.wait() == exit_codes.OK
+    return Whole(folder=warm, cache=cache, quiet=quiet, changes=changes)
 
 
 @pytest.mark.slow
 def test_sigterm_saves_and_asks_for_a_restart(spawned, tmp_path):
-    whole, cache, _ = spawned
-    process = spawn(tmp_path, cache)
+    process = spawn(tmp_path, spawned.cache)
     lines = tmp_path / "ci-grpo" / "metrics.jsonl"
     while process.poll() is None and not (lines.exists() and lines.read_text().count("\n") >= 1):
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=300) in (exit_codes.SAVED_PLEASE_RESTART, exit_codes.OK)
-    assert spawn(tmp_path, cache).wait(timeout=300) == exit_codes.OK
-    assert metrics(tmp_path) == metrics(whole)
+    assert spawn(tmp_path, spawned.cache).wait(timeout=300) == exit_codes.OK
+    assert metrics(tmp_path) == metrics(spawned.folder)
 
 
 @pytest.mark.slow
 def test_a_run_killed_at_random_instants_ends_as_the_whole_one(spawned, tmp_path):
-    """20 SIGKILLs at random instants of starting, stepping and saving; every finished run is the same run."""
-    whole, cache, longest = spawned
+    """20 SIGKILLs at random instants of starting, stepping and saving; every finished run is the same run.
+
+    The instant follows the run's own writing, since how fast a process is changes with what else runs: a
+    fifth of the kills while it starts, the others a moment after a random one of its changes to the folder,
+    of which half as many as a whole run makes, so that a run takes several starts to its end.
+    """
     chance = random.Random(0)
     kills, folder, starts = 0, tmp_path / "run0", 0
     while kills < 20:
-        process = spawn(folder, cache)
+        process = spawn(folder, spawned.cache)
         starts += 1
         assert starts < 80, f"only {kills} of {starts} starts were killed in time"
-        try:
-            process.wait(timeout=chance.uniform(0.4, 1.0) * longest)
-        except subprocess.TimeoutExpired:
+        changes = chance.choice([0, 1, 1, 1, 1]) * chance.randint(1, spawned.changes // 2)
+        ended = has_ended_after(process, folder, changes)
+        time.sleep(chance.uniform(0, 0.1 if changes else spawned.quiet))
+        if not ended and process.poll() is None:
             process.kill()
             process.wait()
             kills += 1
             continue
-        assert process.returncode == exit_codes.OK
-        assert metrics(folder) == metrics(whole)
+        assert process.wait() == exit_codes.OK
+        assert metrics(folder) == metrics(spawned.folder)
         folder = tmp_path / f"run{starts}"
-    assert spawn(folder, cache).wait(timeout=900) == exit_codes.OK
-    assert metrics(folder) == metrics(whole)
+    assert spawn(folder, spawned.cache).wait(timeout=900) == exit_codes.OK
+    assert metrics(folder) == metrics(spawned.folder)
+    print(f"{starts} starts, {kills} killed; a whole run changes its folder {spawned.changes} times")
