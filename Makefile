@@ -28,7 +28,7 @@ test: venv      ## the tests of every mechanism, in minutes, without a network
 	$(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-slow: venv-tasks smollm2  ## what `make test` leaves out; fetches SmolLM2-135M once
-	$(PYTEST) -m "(slow or smollm2 or tasks) and not gpu" $(PYTEST_ARGS)
+	$(PYTEST) --no-loadscope-reorder -m "(slow or smollm2 or tasks) and not gpu" $(PYTEST_ARGS)
 
 test-all: test test-slow  ## every test that needs no GPU
 

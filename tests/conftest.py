@@ -22,6 +22,17 @@ ROOT = Path(__file__).parent.parent
 SMOLLM2 = ROOT / "models" / "smollm2"
 MAPS = Path("/proc/self/maps")
 
+#: Files that take minutes: begun first, so that neither of two processes is left alone with one at the end.
+LONGEST_FIRST = (
+    "parallel/meshes_test.py",
+    "loop/resume_test.py",
+    "loop/processes_test.py",
+    "analysis/mismatch_test.py",
+    "parallel/guided_on_mesh_test.py",
+    "loop/mixture_test.py",
+    "analysis/checks_test.py",
+)
+
 # Compiling is most of what the tests do. Compiled programs are kept between runs under a key of
 # their HLO, compiler version and flags, so `make test-all` after `make test` compiles what is new.
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
@@ -31,13 +42,15 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what this machine cannot run, each with its reason; leaves `fast_cases` to `make test`."""
+    """Skips what this machine cannot run, each with its reason; leaves `fast_cases` to `make test`; orders files."""
     for item in items:
         fast = item.get_closest_marker("fast_cases")
         if isinstance(item, pytest.Function) and fast and item.callspec.id not in fast.args:
             item.add_marker("slow")
         for mark, reason in _missing(item):
             item.add_marker(pytest.mark.skip(reason=f"{mark}: {reason}"))
+    order = {ROOT / "tests" / name: index for index, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))  # stable
 
 
 def _missing(item: pytest.Item) -> list[tuple[str, str]]:
