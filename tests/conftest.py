@@ -42,7 +42,7 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what this machine cannot run, each with its reason; leaves `fast_cases` to `make test`; orders files."""
+    """Skips what this machine cannot run, each with its reason; sorts files; `fast_cases` alone stay fast."""
     for item in items:
         fast = item.get_closest_marker("fast_cases")
         if isinstance(item, pytest.Function) and fast and item.callspec.id not in fast.args:
