@@ -25,14 +25,17 @@ from fp4rl_jax.ops.spec import Side
 from fp4rl_jax.parallel import Layout
 from fp4rl_jax.parallel.memory import require_host_memory
 from fp4rl_jax.rollout import (
+    Checksums,
     Evaluation,
     Evaluator,
+    Frozen,
     Published,
     SamplingConfig,
     calibrate,
     compare_checksums,
     evaluate,
     publish,
+    publish_frozen,
     row_keys,
     sample,
     weight_checksums,
@@ -165,7 +168,7 @@ class Builder:
         return Parts(
             learner=self.learner,
             collector=self.collector(data),
-            publish=self.publish,
+            publish=self.publisher(state),
             prepare=lambda rollouts, rewards, reference: algorithm.module.prepare(
                 rollouts, rewards, algorithm.config, ref_logprobs=reference
             ),
@@ -196,7 +199,18 @@ class Builder:
         )
         return seen, residual_row(recovered) | cost
 
-    def publish(self, state: TrainState) -> Published:
+    def publisher(self, first: TrainState) -> Callable[[TrainState], Published]:
+        """`publish` for the states of one run, whose frozen parameters, those of `first`, it does once."""
+        parts, side = first.untrained, self.sides.trainer
+        frozen = publish_frozen(parts, config=self.model, side=self.sides.rollout)
+        below = None
+        if "layers" in parts:
+            below = weight_checksums({"layers": parts["layers"]}, config=self.model, side=side)
+        return partial(self.publish, frozen=frozen, below=below)
+
+    def publish(
+        self, state: TrainState, *, frozen: Frozen | None = None, below: Checksums | None = None
+    ) -> Published:
         """Publishes the state's parameters and holds both sides' weight codes against each other."""
         params, sides = state.params, self.sides
         published = publish(
@@ -205,8 +219,9 @@ class Builder:
             side=sides.rollout,
             version=state.params_version,
             calibration=state.calibration,
+            frozen=frozen,
         )
-        ours = weight_checksums(params, config=self.model, side=sides.trainer)
+        ours = weight_checksums(params, config=self.model, side=sides.trainer, below=below)
         compare_checksums(published.checksums, ours, rollout_side=sides.rollout, trainer_side=sides.trainer)
         return published
 
@@ -267,8 +282,14 @@ class Builder:
             stats=self.config.ops.stats,
         )
 
-    def evaluation(self) -> Callable[[TrainState], Evaluation] | None:
-        """Evaluates the rollout policy of a state on held-out problems, or None if turned off."""
+    def evaluation(
+        self, publish: Callable[[TrainState, Any], Published]
+    ) -> Callable[[TrainState, Any], Evaluation] | None:
+        """Evaluates the rollout policy of a state on held-out problems, or None if turned off.
+
+        Args:
+            publish: (state, the step's parts) -> published parameters.
+        """
         settings = self.config.eval
         if not settings.problems:
             return None
@@ -288,7 +309,7 @@ class Builder:
         )
         items = [self.task.eval[i] for i in range(settings.problems)]
         key = jax.random.fold_in(self.key, 2)
-        return lambda state: evaluate(self.publish(state), items, key, evaluator=evaluator)
+        return lambda state, parts: evaluate(publish(state, parts), items, key, evaluator=evaluator)
 
     def manifest(self, start: int) -> dict[str, Any]:
         """What the run folder says of this process and its numerics."""
@@ -365,7 +386,7 @@ def job(config: Config, directory: RunDirectory) -> Job:
         template=made.template(),
         make_parts=partial(made.parts, data),
         data=data,
-        evaluate=made.evaluation(),
+        evaluate=made.evaluation(lambda state, parts: parts.publish(state)),
         eval_every=config.eval.every,
         manifest=made.manifest,
     )

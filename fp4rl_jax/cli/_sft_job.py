@@ -45,7 +45,7 @@ def job(config: Config, directory: RunDirectory, *, target: str) -> tuple[Job, _
             template=made.template(calibrated=False),
             make_parts=partial(_parts, made, data),
             data=data,
-            evaluate=made.evaluation(),
+            evaluate=made.evaluation(lambda state, _: made.publish(state)),
             eval_every=config.eval.every,
             manifest=made.manifest,
             step=supervised_step,

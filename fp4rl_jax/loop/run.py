@@ -39,9 +39,9 @@ class Job:
         steps: of the whole run.
         make_state: makes the first state.
         template: the state's shapes, to restore into.
-        make_parts: (frozen parameters) -> the step's parts.
+        make_parts: (a state, whose frozen parameters are the run's) -> the step's parts.
         data: the prompt stream, `get_state` / `set_state`.
-        evaluate: (state) -> Evaluation, or None.
+        evaluate: (state, the step's parts) -> Evaluation, or None.
         eval_every: steps between evaluations, 0 for the ends only.
         manifest: (start step) -> the manifest.
         step: (state, number, parts) -> (state, Step).
@@ -53,7 +53,7 @@ class Job:
     template: TrainState
     make_parts: Callable[[TrainState], Any]
     data: Any
-    evaluate: Callable[[TrainState], Evaluation] | None
+    evaluate: Callable[[TrainState, Any], Evaluation] | None
     eval_every: int
     manifest: Callable[[int], Mapping[str, Any]]
     step: Callable[[TrainState, int, Any], tuple[TrainState, Step]] = train_step
@@ -81,7 +81,7 @@ def run(job: Job) -> int:
     try:
         with stop_on_signals() as stop:
             if number == 0:
-                host = {"before": _evaluate(job, state, 0, "before", progress)}
+                host = {"before": _evaluate(job, state, parts, 0, "before", progress)}
             asked = stop.agreed()
             while number < job.steps and not asked:
                 state, step = job.step(state, number, parts)
@@ -90,13 +90,13 @@ def run(job: Job) -> int:
                 asked = stop.agreed()
                 _check_skips(job, state, parts)
                 if _due(number, job.eval_every) and number < job.steps:
-                    _evaluate(job, state, number, "during", progress)
+                    _evaluate(job, state, parts, number, "during", progress)
                 if _due(number, job.directory.config.checkpoint_every) or asked or number == job.steps:
                     _save(job, number, state, host)
         if number < job.steps:
             progress.message(f"{asked}: saved after step {number}, please restart with run.resume=auto")
             return exit_codes.SAVED_PLEASE_RESTART
-        _finish(job, state, host, progress)
+        _finish(job, state, parts, host, progress)
         return exit_codes.OK
     finally:
         progress.close()
@@ -165,11 +165,13 @@ def _check_skips(job: Job, state: TrainState, parts: Any) -> None:
     )
 
 
-def _evaluate(job: Job, state: TrainState, number: int, name: str, progress: Progress) -> list[float] | None:
+def _evaluate(
+    job: Job, state: TrainState, parts: Any, number: int, name: str, progress: Progress
+) -> list[float] | None:
     """Evaluates and records; returns the score of each problem."""
     if job.evaluate is None:
         return None
-    found = job.evaluate(state)
+    found = job.evaluate(state, parts)
     estimate = found.mean_at_k()
     values = {
         "metric": "pass@1",
@@ -186,9 +188,9 @@ def _evaluate(job: Job, state: TrainState, number: int, name: str, progress: Pro
     return [float(score) for score in found.scores]
 
 
-def _finish(job: Job, state: TrainState, host: Mapping[str, Any], progress: Progress) -> None:
+def _finish(job: Job, state: TrainState, parts: Any, host: Mapping[str, Any], progress: Progress) -> None:
     """Evaluates the end of the run and the paired difference to its beginning."""
-    after = _evaluate(job, state, job.steps, "after", progress)
+    after = _evaluate(job, state, parts, job.steps, "after", progress)
     before = host.get("before")
     if after is None or before is None:
         return

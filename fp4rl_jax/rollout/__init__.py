@@ -10,10 +10,12 @@ from fp4rl_jax.rollout.evaluate import Evaluation, Evaluator, evaluate
 from fp4rl_jax.rollout.publish import (
     Calibration,
     Checksums,
+    Frozen,
     Published,
     PublishError,
     compare_checksums,
     publish,
+    publish_frozen,
     weight_checksums,
 )
 from fp4rl_jax.rollout.sampler import sample
@@ -23,6 +25,7 @@ __all__ = [
     "Checksums",
     "Evaluation",
     "Evaluator",
+    "Frozen",
     "PublishError",
     "Published",
     "RolloutConfig",
@@ -31,6 +34,7 @@ __all__ = [
     "compare_checksums",
     "evaluate",
     "publish",
+    "publish_frozen",
     "refuse_for_training",
     "row_keys",
     "sample",

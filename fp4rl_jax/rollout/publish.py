@@ -69,6 +69,20 @@ class Published:
         return 8 * self.packed_bytes / self.packed_values if self.packed_values else float("nan")
 
 
+@struct.dataclass
+class Frozen:
+    """What is published of parameters that training never changes, made once a run.
+
+    Attributes:
+        params: entries of the fused tree; under "layers" a tuple of the lowest stack alone.
+        checksums, stats: of that stack's quantized sites, as in `Published`.
+    """
+
+    params: PyTree
+    checksums: Checksums
+    stats: dict[str, dict[str, Sums]]
+
+
 class PublishError(RuntimeError):
     """Parameters that must not reach the sampler: non-finite, or unequal on the two sides."""
 
@@ -80,6 +94,7 @@ def publish(
     side: Side,
     version: int | Array,
     calibration: Calibration | None = None,
+    frozen: Frozen | None = None,
 ) -> Published:
     """Makes rollout parameters from the trainer's.
 
@@ -89,6 +104,8 @@ def publish(
         side: the rollout side; its specs say which sites are quantized and how.
         version: the trainer's parameter version.
         calibration: of the sites whose specs need one, and of the KV cache where its scale is static.
+        frozen: `publish_frozen` of entries of `params`, which are then taken from there. Exact: the result
+            is the one without it, bit for bit.
 
     Returns:
         Published. The master tree is read, never changed or aliased by quantized leaves.
@@ -100,16 +117,12 @@ def publish(
             calibration and there is none.
     """
     calibration = _needed(calibration or {}, side)
-    fused, checksums, stats, scales, finite, held = _publish(params, calibration, config, side)
-    bad = [name for name, good in jax.device_get(finite).items() if not good]
-    if bad:
-        raise PublishError(f"version {int(version)} is not published: non-finite weights in {', '.join(bad)}")
-    bad = [site for site, good in jax.device_get(held).items() if not good]
-    if bad:
-        raise PublishError(
-            f"version {int(version)} is not published: {', '.join(bad)} stay packed on this machine and have"
-            " blocks whose scales are too far below the largest, expected at most 126 binades"
-        )
+    before = None if frozen is None else (frozen.checksums, frozen.stats)
+    fused, checksums, stats, scales, *flags = _publish(
+        _without(params, frozen), calibration, before, config, side
+    )
+    _require(*flags, name=f"version {int(version)}")
+    fused = fused if frozen is None else _joined(frozen.params, fused)
     packed = [leaf for leaf in jax.tree.leaves(fused, is_leaf=_is_qtensor) if _is_qtensor(leaf)]
     return Published(
         params=fused,
@@ -120,6 +133,52 @@ def publish(
         packed_bytes=sum(q.nbytes for q in packed),
         packed_values=sum(q.size for q in packed),
     )
+
+
+def publish_frozen(parts: PyTree, *, config: ModelConfig, side: Side) -> Frozen:
+    """Publishes, once for a run, what training never changes.
+
+    Args:
+        parts: entries of the master tree (`TrainState.untrained`); under "layers" a tuple of the lowest
+            stack alone. A stack whose sites need a calibration, which changes with every version, is
+            left to `publish`.
+        config, side: as for `publish`.
+
+    Raises:
+        PublishError: as `publish`.
+    """
+    if any(side.specs[site].needs_calibration for site in models.sites(config)):
+        parts = {name: leaf for name, leaf in parts.items() if name != "layers"}
+    fused, checksums, stats, _, *flags = _publish(parts, {}, None, config, side)
+    _require(*flags, name="the frozen part")
+    return Frozen(params=fused, checksums=checksums, stats=stats)
+
+
+def _without(params: PyTree, frozen: Frozen | None) -> PyTree:
+    """The entries of a master tree that `frozen` does not hold."""
+    if frozen is None:
+        return params
+    rest = {name: leaf for name, leaf in params.items() if name == "layers" or name not in frozen.params}
+    return {**rest, "layers": params["layers"][1:]} if "layers" in frozen.params else rest
+
+
+def _joined(frozen: PyTree, fused: PyTree) -> PyTree:
+    both = "layers" in frozen and "layers" in fused
+    layers = {"layers": (*frozen["layers"], *fused["layers"])} if both else {}
+    return {**frozen, **fused, **layers}
+
+
+def _require(finite: Mapping[str, Array], held: Mapping[str, Array], *, name: str) -> None:
+    """Refuses what must not reach the sampler; see `publish`."""
+    bad = [leaf for leaf, good in jax.device_get(finite).items() if not good]
+    if bad:
+        raise PublishError(f"{name} is not published: non-finite weights in {', '.join(bad)}")
+    bad = [site for site, good in jax.device_get(held).items() if not good]
+    if bad:
+        raise PublishError(
+            f"{name} is not published: {', '.join(bad)} stay packed on this machine and have"
+            " blocks whose scales are too far below the largest, expected at most 126 binades"
+        )
 
 
 def _needed(calibration: Calibration, side: Side) -> Calibration:
@@ -135,18 +194,22 @@ def _needed(calibration: Calibration, side: Side) -> Calibration:
     return {name: stats for name, stats in calibration.items() if name in needed}
 
 
-def weight_checksums(params: PyTree, *, config: ModelConfig, side: Side) -> Checksums:
+def weight_checksums(
+    params: PyTree, *, config: ModelConfig, side: Side, below: Checksums | None = None
+) -> Checksums:
     """Checksums of the weights as the forward of `side` quantizes them, layer by layer.
 
     Args:
         params: master tree.
         config: the model.
         side: usually the trainer's side; sites without a weight quantizer are left out.
+        below: those of the lowest of several stacks of layers, which is then not looked at.
 
     Returns:
         site -> part -> [L] or [L, E] uint32.
     """
-    return _weight_checksums(params, config, side)
+    layers = params["layers"] if below is None else params["layers"][1:]
+    return _weight_checksums(layers, below, config, side)
 
 
 def compare_checksums(
@@ -198,16 +261,17 @@ def _is_qtensor(leaf: object) -> bool:
 
 
 @partial(jax.jit, static_argnames=("config", "side"))
-def _publish(params: PyTree, calibration: Calibration, config: ModelConfig, side: Side):
+def _publish(params: PyTree, calibration: Calibration, before: Any, config: ModelConfig, side: Side):
     """The compiled part of `publish`: fused tree, checksums, stats, KV scales, a finite flag a leaf, and
-    whether the sites that stay packed can be."""
+    whether the sites that stay packed can be; `before` is checksums and stats of a stack below these."""
     finite = {
         jax.tree_util.keystr(path, simple=True, separator="/"): jnp.all(jnp.isfinite(leaf))
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
     }
     quantizers = _quantized_sites(config, side)
-    checksums: dict[str, list] = {site: [] for site in quantizers}
-    stats: dict[str, list] = {site: [] for site in quantizers}
+    checksums, stats = (
+        {site: [found[site]] if site in found else [] for site in quantizers} for found in before or ({}, {})
+    )
     held: dict[str, Array] = {}
 
     done = dict.fromkeys(quantizers, 0)  # layers of earlier stacks
@@ -227,9 +291,9 @@ def _publish(params: PyTree, calibration: Calibration, config: ModelConfig, side
             held[site] = ops.holds(q) & held.get(site, True)
         return packed
 
-    fused = models.map_sites(pack, models.fuse(params))
+    fused = models.map_sites(pack, models.fuse(params)) if "layers" in params else params
     fused = models.constrain_params(_cast(fused, side), config, side.layout)
-    scales = kv.outer_scales(calibration[kv.NAME], side.kv) if side.kv and side.has_kv_scales else None
+    scales = kv.outer_scales(calibration[kv.NAME], side.kv) if side.kv and kv.NAME in calibration else None
     found = _join_stacks(checksums, jnp.concatenate), _join_stacks(stats, _total), scales, finite, held
     return fused, *constrain_whole(found, side.layout)
 
@@ -252,15 +316,20 @@ def _cast(fused: PyTree, side: Side) -> PyTree:
     """
     dtype = dtype_of(side.dtype)
     fused = {**fused, **{name: fused[name].astype(dtype) for name in ("embed", "head") if name in fused}}
-    fused = models.map_sites(
-        lambda _, w: w if isinstance(w, QTensor | ops.Calibrated) else w.astype(dtype), fused
-    )
+    if "layers" in fused:
+        fused = models.map_sites(
+            lambda _, w: w if isinstance(w, QTensor | ops.Calibrated) else w.astype(dtype), fused
+        )
     return jax.tree.map(jnp.copy, fused)
 
 
 def _join_stacks(per_stack: dict[str, list], join: Callable[[list[Array]], Array]) -> dict:
     """Joins what the stacks of layers gave, in layer order."""
-    return {site: jax.tree.map(lambda *parts: join(list(parts)), *found) for site, found in per_stack.items()}
+    return {
+        site: jax.tree.map(lambda *parts: join(list(parts)), *found)
+        for site, found in per_stack.items()
+        if found
+    }
 
 
 def _total(parts: list[Array]) -> Array:
@@ -268,10 +337,10 @@ def _total(parts: list[Array]) -> Array:
 
 
 @partial(jax.jit, static_argnames=("config", "side"))
-def _weight_checksums(params: PyTree, config: ModelConfig, side: Side) -> Checksums:
+def _weight_checksums(layers: PyTree, below: Checksums | None, config: ModelConfig, side: Side) -> Checksums:
     """Scans over layers like the forward does, quantizing one layer's weights at a time."""
     quantizers = _quantized_sites(config, side)
-    checksums: dict[str, list] = {site: [] for site in quantizers}
+    checksums: dict[str, list] = {site: [below[site]] if below else [] for site in quantizers}
 
     def scan(site: str, weight: Array) -> Array:
         if site in quantizers:
@@ -280,7 +349,7 @@ def _weight_checksums(params: PyTree, config: ModelConfig, side: Side) -> Checks
             checksums[site].append(jax.lax.map(layer, weight))
         return weight
 
-    models.map_sites(scan, models.fuse(params))
+    models.map_sites(scan, models.fuse({"layers": layers}))
     return constrain_whole(_join_stacks(checksums, jnp.concatenate), side.layout)
 
 

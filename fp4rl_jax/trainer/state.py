@@ -9,7 +9,7 @@ from flax import struct
 from fp4rl_jax.arrays import Array, PyTree, dtype_of
 from fp4rl_jax.trainer.config import TrainerConfig
 from fp4rl_jax.trainer.optim import optimizer
-from fp4rl_jax.trainer.subset import Flat, Subset, flat, merge, split
+from fp4rl_jax.trainer.subset import Flat, Subset, flat, merge, split, untrained
 
 
 @struct.dataclass
@@ -41,6 +41,11 @@ class TrainState:
     def params(self) -> PyTree:
         """The nested parameter tree that `models` and `publish` take (layers may be two stacks)."""
         return merge(self.trainable, self.frozen)
+
+    @property
+    def untrained(self) -> PyTree:
+        """The entries of `params` without a trained leaf; of several stacks of layers, (the frozen one,)."""
+        return untrained(self.trainable, self.frozen)
 
 
 def init_state(

@@ -108,6 +108,18 @@ def merge(*parts: Flat) -> PyTree:
     return {**tree, "layers": (layers["below"], layers["above"])} if "below" in layers else tree
 
 
+def untrained(trainable: Flat, frozen: Flat) -> PyTree:
+    """The entries of `merge(trainable, frozen)` that hold no trained leaf.
+
+    Layers are an entry only where the plan cuts them: a tuple of the stack below the cut.
+    """
+    trained = {path.split("/")[0] for path in trainable}
+    tree = unflatten_dict(frozen, sep="/")
+    layers = tree.pop("layers", {})
+    found = {name: leaf for name, leaf in tree.items() if name not in trained}
+    return {**found, "layers": (layers["below"],)} if "below" in layers else found
+
+
 def join_layers(params: PyTree) -> PyTree:
     """The tree with one stack of layers, as checkpoints of other systems want it.
 

@@ -8,7 +8,7 @@ import pytest
 from fp4rl_jax import models
 from fp4rl_jax.models.params import SITE_PATHS
 from fp4rl_jax.qtensor import QTensor
-from fp4rl_jax.rollout import PublishError, compare_checksums, publish, weight_checksums
+from fp4rl_jax.rollout import PublishError, compare_checksums, publish, publish_frozen, weight_checksums
 from fp4rl_jax.rollout.checksums import checksum
 from tests.rollout import tiny
 
@@ -51,6 +51,30 @@ def test_both_sides_hold_the_same_codes(name, recipe):
         assert (verdict == "equal") == same
     quantized = {site for site in models.sites(config) if side.specs[site].weight is not None}
     assert set(published.checksums) == quantized == set(published.stats)
+
+
+@pytest.mark.fast_cases("qat_w4a4", "quads")
+@pytest.mark.parametrize("recipe", tiny.RECIPES)
+def test_what_never_changes_is_published_once_to_the_same_bits(recipe):
+    """Embedding and lowest layer frozen: tree, checksums and statistics are those of publishing it whole.
+
+    QUADS chooses columns anew for every version: its stack is left out of the frozen part.
+    """
+    config = tiny.DENSE
+    trainer, side = tiny.sides(recipe, config)
+    masters = models.split_layers(tiny.params("dense"), 1)
+    parts = {"embed": masters["embed"], "layers": masters["layers"][:1]}
+    frozen = publish_frozen(parts, config=config, side=side)
+    chooses = any(side.specs[site].needs_calibration for site in models.sites(config))
+    assert "embed" in frozen.params and ("layers" in frozen.params) == (not chooses)
+    whole, joined = (
+        tiny.published(masters, config=config, side=side, version=3, **more)
+        for more in ({}, {"frozen": frozen})
+    )
+    jax.tree.map(np.testing.assert_array_equal, joined, whole)
+    below = weight_checksums({"layers": parts["layers"]}, config=config, side=trainer)
+    ours = [weight_checksums(masters, config=config, side=trainer, below=x) for x in (None, below)]
+    jax.tree.map(np.testing.assert_array_equal, *ours)
 
 
 def test_one_changed_weight_is_found_and_named():

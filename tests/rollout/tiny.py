@@ -10,7 +10,7 @@ from fp4rl_jax import models, plugins, recipes
 from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.ops.spec import Order, Side, SideSpec
 from fp4rl_jax.rollout import SamplingConfig, calibrate, publish, row_keys, sample
-from fp4rl_jax.rollout.publish import Published
+from fp4rl_jax.rollout.publish import Frozen, Published
 
 DENSE = models.ModelConfig(vocab_size=96, num_layers=2, d_model=64, d_ff=96, max_length=128)
 MOE = models.ModelConfig(
@@ -56,10 +56,12 @@ def prompts(num: int, *, width: int = 8, vocab: int = 96, seed: int = 0) -> tupl
     return np.where(mask, rng.integers(3, vocab, (num, width)), 0).astype(np.int32), mask
 
 
-def published(tree: PyTree, *, config: models.ModelConfig, side: Side, version: int = 0) -> Published:
+def published(
+    tree: PyTree, *, config: models.ModelConfig, side: Side, version: int = 0, frozen: Frozen | None = None
+) -> Published:
     """`publish`; where the side asks for a calibration, one of inputs whose channels are all alike."""
     calibration = jax.tree.map(jnp.ones_like, calibrate.empty(config, side))
-    return publish(tree, config=config, side=side, version=version, calibration=calibration)
+    return publish(tree, config=config, side=side, version=version, calibration=calibration, frozen=frozen)
 
 
 def draw(published: Published, tokens: Array, mask: Array, **options):
