@@ -16,7 +16,7 @@ from fp4rl_jax.batch import Rollouts
 from fp4rl_jax.cli import _devices
 from fp4rl_jax.config import Config
 from fp4rl_jax.data import Prompts
-from fp4rl_jax.loop import Bound, Collector, Job, Parts
+from fp4rl_jax.loop import Bound, Collector, Job, Parts, compile_updates
 from fp4rl_jax.loop.record import residual_row
 from fp4rl_jax.models import guidance
 from fp4rl_jax.ops import machine
@@ -33,6 +33,7 @@ from fp4rl_jax.rollout import (
     SamplingConfig,
     calibrate,
     compare_checksums,
+    compile_sample,
     evaluate,
     publish,
     publish_frozen,
@@ -268,19 +269,39 @@ class Builder:
 
     def sample(self, published: Published, prompts: np.ndarray, mask: np.ndarray, key: Array) -> Rollouts:
         """One round of training rollouts, keyed per row."""
-        rows = len(prompts) * self.config.loop.group_size
-        return sample(
-            published,
-            jnp.asarray(prompts),
-            jnp.asarray(mask),
-            row_limits=jnp.full(rows, self.sampling.max_new_tokens, jnp.int32),
-            keys=row_keys(key, jnp.arange(rows, dtype=jnp.int32)),
-            config=self.model,
-            side=self.sides.rollout,
-            sampling=self.sampling,
-            group_size=self.config.loop.group_size,
-            stats=self.config.ops.stats,
-        )
+        return sample(published, jnp.asarray(prompts), jnp.asarray(mask), **self._sampled(len(prompts), key))
+
+    def _sampled(self, num_prompts: int, key: Array) -> dict[str, Any]:
+        """What `sample` is told of a round beside its prompts."""
+        rows = num_prompts * self.config.loop.group_size
+        return {
+            "row_limits": jnp.full(rows, self.sampling.max_new_tokens, jnp.int32),
+            "keys": row_keys(key, jnp.arange(rows, dtype=jnp.int32)),
+            "config": self.model,
+            "side": self.sides.rollout,
+            "sampling": self.sampling,
+            "group_size": self.config.loop.group_size,
+            "stats": self.config.ops.stats,
+        }
+
+    def compile_step(self, state: TrainState, parts: Parts) -> Callable[[], None] | None:
+        """Compiles the sampler and the updates of a step; None on a mesh, or where guidance waits elsewhere.
+
+        Args:
+            state: the first; its shapes are read at once. parts: of the run.
+        """
+        if self.sides.rollout.layout is not None or self.config.trainer.guidance_memory == "host":
+            return None
+        shapes, published = _abstract(state), _abstract(parts.publish(state))
+        prompts = np.zeros((self.config.loop.num_prompts, self.config.rollout.prompt_width), np.int32)
+
+        def work() -> None:
+            mask = jnp.ones(prompts.shape, bool)
+            told = self._sampled(len(prompts), self.key)
+            rollouts = compile_sample(published, jnp.asarray(prompts), mask, **told)
+            compile_updates(shapes, rollouts, parts)
+
+        return work
 
     def evaluation(
         self, publish: Callable[[TrainState, Any], Published]
@@ -327,6 +348,11 @@ class Builder:
             },
             start_step=start,
         )
+
+
+def _abstract(tree: Any) -> Any:
+    """Shapes and dtypes alone."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def builder(config: Config, layout: Layout | None = None) -> Builder:
@@ -389,6 +415,7 @@ def job(config: Config, directory: RunDirectory) -> Job:
         evaluate=made.evaluation(lambda state, parts: parts.publish(state)),
         eval_every=config.eval.every,
         manifest=made.manifest,
+        compile_step=made.compile_step,
     )
 
 

@@ -4,7 +4,7 @@ from fp4rl_jax.loop.bound import Bound
 from fp4rl_jax.loop.collect import Collected, Collector, collect
 from fp4rl_jax.loop.config import EvalConfig, LoopConfig
 from fp4rl_jax.loop.run import Job, NonFiniteRunError, run
-from fp4rl_jax.loop.sync import Parts, Step, learn, train_step
+from fp4rl_jax.loop.sync import Parts, Step, compile_updates, learn, train_step
 
 __all__ = [
     "Bound",
@@ -17,6 +17,7 @@ __all__ = [
     "Parts",
     "Step",
     "collect",
+    "compile_updates",
     "learn",
     "run",
     "train_step",

@@ -7,6 +7,7 @@ from the root key and the step.
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -45,6 +46,8 @@ class Job:
         eval_every: steps between evaluations, 0 for the ends only.
         manifest: (start step) -> the manifest.
         step: (state, number, parts) -> (state, Step).
+        compile_step: (first state, parts) -> a function that compiles what the first step runs, or None where
+            that waits for the step.
     """
 
     directory: RunDirectory
@@ -57,6 +60,7 @@ class Job:
     eval_every: int
     manifest: Callable[[int], Mapping[str, Any]]
     step: Callable[[TrainState, int, Any], tuple[TrainState, Step]] = train_step
+    compile_step: Callable[[TrainState, Any], Callable[[], None] | None] = lambda state, parts: None
 
 
 def run(job: Job) -> int:
@@ -81,7 +85,7 @@ def run(job: Job) -> int:
     try:
         with stop_on_signals() as stop:
             if number == 0:
-                host = {"before": _evaluate(job, state, parts, 0, "before", progress)}
+                host = {"before": _evaluate_before(job, state, parts, progress)}
             asked = stop.agreed()
             while number < job.steps and not asked:
                 state, step = job.step(state, number, parts)
@@ -163,6 +167,18 @@ def _check_skips(job: Job, state: TrainState, parts: Any) -> None:
         f"{skipped} updates in a row had a non-finite loss or gradient (trainer.max_skipped = {limit}); "
         f"the last good checkpoint is {where or 'none: nothing was saved yet'}"
     )
+
+
+def _evaluate_before(job: Job, state: TrainState, parts: Any, progress: Progress) -> list[float] | None:
+    """Evaluates while a thread compiles the first step: compiling takes one core, and often longer."""
+    compile_step = None if job.evaluate is None else job.compile_step(state, parts)
+    if compile_step is None:
+        return _evaluate(job, state, parts, 0, "before", progress)
+    with ThreadPoolExecutor(1, "compile") as pool:
+        compiled = pool.submit(compile_step)
+        scores = _evaluate(job, state, parts, 0, "before", progress)
+        compiled.result()
+    return scores
 
 
 def _evaluate(

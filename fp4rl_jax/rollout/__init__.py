@@ -18,7 +18,7 @@ from fp4rl_jax.rollout.publish import (
     publish_frozen,
     weight_checksums,
 )
-from fp4rl_jax.rollout.sampler import sample
+from fp4rl_jax.rollout.sampler import compile_sample, sample
 
 __all__ = [
     "Calibration",
@@ -32,6 +32,7 @@ __all__ = [
     "SamplingConfig",
     "calibrate",
     "compare_checksums",
+    "compile_sample",
     "evaluate",
     "publish",
     "publish_frozen",

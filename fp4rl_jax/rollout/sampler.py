@@ -9,6 +9,7 @@ it can never meet another version of the parameters.
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import chex
 import jax
@@ -70,10 +71,59 @@ def sample(
             site that cannot be.
         AssertionError: an argument has the wrong shape.
     """
+    arguments = _arguments(
+        published, prompts, prompt_mask, row_limits, keys, config, side, sampling, group_size, stats
+    )
+    arrays = _sample(*arguments)
+    return _rollouts(arrays, published, prompts.shape[1], side, sampling, group_size, provenance)
+
+
+def compile_sample(
+    published: Published,
+    prompts: Array | np.ndarray,
+    prompt_mask: Array | np.ndarray,
+    *,
+    row_limits: Array | np.ndarray,
+    keys: Array,
+    config: ModelConfig,
+    side: Side,
+    sampling: SamplingConfig,
+    group_size: int = 1,
+    stats: Stats = "off",
+) -> Rollouts:
+    """Compiles the program that `sample` runs for arguments of these shapes, and runs nothing.
+
+    Args:
+        As for `sample`; arrays may be abstract (ShapeDtypeStruct).
+
+    Returns:
+        Rollouts of ShapeDtypeStructs. Raises what `sample` raises.
+    """
+    lowered = _sample.lower(
+        *_arguments(
+            published, prompts, prompt_mask, row_limits, keys, config, side, sampling, group_size, stats
+        )
+    )
+    lowered.compile()
+    return _rollouts(lowered.out_info, published, prompts.shape[1], side, sampling, group_size, None)
+
+
+def _arguments(
+    published: Published,
+    prompts: Any,
+    prompt_mask: Any,
+    row_limits: Any,
+    keys: Array,
+    config: ModelConfig,
+    side: Side,
+    sampling: SamplingConfig,
+    group_size: int,
+    stats: Stats,
+) -> tuple[Any, ...]:
+    """The arguments of `_sample`, checked as `sample` says."""
     num_prompts, prompt_width = prompts.shape
-    batch = num_prompts * group_size
     chex.assert_shape(prompt_mask, (num_prompts, prompt_width))
-    chex.assert_shape([row_limits, keys], (batch,))
+    chex.assert_shape([row_limits, keys], (num_prompts * group_size,))
     guidance.check_capture(side.specs)
     total = prompt_width + sampling.max_new_tokens
     if total > config.max_length:
@@ -81,16 +131,19 @@ def sample(
             f"prompt_width {prompt_width} + max_new_tokens {sampling.max_new_tokens} = {total} is more than "
             f"the model's max_length {config.max_length}"
         )
-    arrays = _sample(
-        published.params,
-        *put_rows((prompts, prompt_mask, row_limits, keys), side.layout),
-        published.hint,
-        config,
-        side,
-        sampling,
-        group_size,
-        stats,
-    )
+    rows = put_rows((prompts, prompt_mask, row_limits, keys), side.layout)
+    return published.params, *rows, published.hint, config, side, sampling, group_size, stats
+
+
+def _rollouts(
+    arrays: Mapping[str, PyTree],
+    published: Published,
+    prompt_width: int,
+    side: Side,
+    sampling: SamplingConfig,
+    group_size: int,
+    provenance: Mapping[str, str] | None,
+) -> Rollouts:
     facts = {
         "rollout.dtype": side.dtype,
         "rollout.order": side.order,
