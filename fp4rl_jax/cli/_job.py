@@ -12,7 +12,7 @@ from absl import logging
 
 from fp4rl_jax import interchange, models
 from fp4rl_jax.arrays import Array
-from fp4rl_jax.batch import Rollouts
+from fp4rl_jax.batch import Rollouts, TrainBatch
 from fp4rl_jax.cli import _devices
 from fp4rl_jax.config import Config
 from fp4rl_jax.data import Prompts
@@ -31,6 +31,7 @@ from fp4rl_jax.rollout import (
     Frozen,
     Published,
     SamplingConfig,
+    abstract_published,
     calibrate,
     compare_checksums,
     compile_sample,
@@ -164,15 +165,12 @@ class Builder:
 
     def parts(self, data: Prompts, state: TrainState) -> Parts:
         """The parts of a step, for a run whose frozen parameters are those of `state`."""
-        algorithm = self.config.algorithm
-        base = jax.jit(partial(backbone, model=self.model, side=self.sides.trainer))(state.frozen)
+        base = self._backbone()(state.frozen)
         return Parts(
             learner=self.learner,
             collector=self.collector(data),
             publish=self.publisher(state),
-            prepare=lambda rollouts, rewards, reference: algorithm.module.prepare(
-                rollouts, rewards, algorithm.config, ref_logprobs=reference
-            ),
+            prepare=self.prepare,
             clipped=Bound(self.config.correction.module.clipped, self.config.correction.config),
             reference=self.reference(base),
             base=base,
@@ -182,6 +180,14 @@ class Builder:
             if calibrate.is_needed(self.sides.rollout)
             else None,
         )
+
+    def _backbone(self) -> Callable[[Any], Any]:
+        return jax.jit(partial(backbone, model=self.model, side=self.sides.trainer))
+
+    def prepare(self, rollouts: Rollouts, rewards: Any, reference: Array | None) -> TrainBatch:
+        """What the algorithm trains on."""
+        algorithm = self.config.algorithm
+        return algorithm.module.prepare(rollouts, rewards, algorithm.config, ref_logprobs=reference)
 
     def observe(self, published: Published, rollouts: Rollouts) -> tuple[Any, dict[str, float]]:
         """Looks at the rollout's activations on one completion of every group."""
@@ -284,22 +290,29 @@ class Builder:
             "stats": self.config.ops.stats,
         }
 
-    def compile_step(self, state: TrainState, parts: Parts) -> Callable[[], None] | None:
+    def compile_step(self, state: TrainState) -> Callable[[], None] | None:
         """Compiles the sampler and the updates of a step; None on a mesh, or where guidance waits elsewhere.
 
         Args:
-            state: the first; its shapes are read at once. parts: of the run.
+            state: one of the run; its shapes are read at once.
         """
         if self.sides.rollout.layout is not None or self.config.trainer.guidance_memory == "host":
             return None
-        shapes, published = _abstract(state), _abstract(parts.publish(state))
-        prompts = np.zeros((self.config.loop.num_prompts, self.config.rollout.prompt_width), np.int32)
+        shapes, loop = _abstract(state), self.config.loop
+        prompts = np.zeros((loop.num_prompts, self.config.rollout.prompt_width), np.int32)
 
         def work() -> None:
-            mask = jnp.ones(prompts.shape, bool)
+            published = abstract_published(
+                shapes.params, config=self.model, side=self.sides.rollout, calibration=shapes.calibration
+            )
             told = self._sampled(len(prompts), self.key)
-            rollouts = compile_sample(published, jnp.asarray(prompts), mask, **told)
-            compile_updates(shapes, rollouts, parts)
+            rollouts = compile_sample(published, jnp.asarray(prompts), jnp.ones(prompts.shape, bool), **told)
+            rollouts = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), rollouts)
+            needs_reference = self.config.algorithm.config.needs_reference
+            reference = jnp.zeros(rollouts.tokens.shape, jnp.float32) if needs_reference else None
+            batch = self.prepare(rollouts, np.zeros(len(rollouts.tokens), np.float32), reference)
+            base = jax.eval_shape(self._backbone(), shapes.frozen)
+            compile_updates(shapes, batch, base, learner=self.learner)
 
         return work
 

@@ -5,8 +5,9 @@ apart, and reaches the same parameters: a checkpoint holds the whole state, and 
 from the root key and the step.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -46,8 +47,7 @@ class Job:
         eval_every: steps between evaluations, 0 for the ends only.
         manifest: (start step) -> the manifest.
         step: (state, number, parts) -> (state, Step).
-        compile_step: (first state, parts) -> a function that compiles what the first step runs, or None where
-            that waits for the step.
+        compile_step: (a state) -> a function that compiles what a step runs, or None where that waits for it.
     """
 
     directory: RunDirectory
@@ -60,7 +60,7 @@ class Job:
     eval_every: int
     manifest: Callable[[int], Mapping[str, Any]]
     step: Callable[[TrainState, int, Any], tuple[TrainState, Step]] = train_step
-    compile_step: Callable[[TrainState, Any], Callable[[], None] | None] = lambda state, parts: None
+    compile_step: Callable[[TrainState], Callable[[], None] | None] = lambda state: None
 
 
 def run(job: Job) -> int:
@@ -77,15 +77,16 @@ def run(job: Job) -> int:
     if number >= job.steps and _is_finished(job):
         logging.info("%s is finished: %d steps", job.directory.path, number)
         return exit_codes.OK
-    parts = job.make_parts(state)
-    job.directory.start(number)
-    job.directory.write_manifest(job.manifest(number))
     shown = job.directory.config.progress if jax.process_index() == 0 else "off"
     progress = make_progress(shown, total=job.steps, start=number)
     try:
         with stop_on_signals() as stop:
-            if number == 0:
-                host = {"before": _evaluate_before(job, state, parts, progress)}
+            with _compiling(job, number, state):
+                parts = job.make_parts(state)
+                job.directory.start(number)
+                job.directory.write_manifest(job.manifest(number))
+                if number == 0:
+                    host = {"before": _evaluate(job, state, parts, 0, "before", progress)}
             asked = stop.agreed()
             while number < job.steps and not asked:
                 state, step = job.step(state, number, parts)
@@ -169,16 +170,17 @@ def _check_skips(job: Job, state: TrainState, parts: Any) -> None:
     )
 
 
-def _evaluate_before(job: Job, state: TrainState, parts: Any, progress: Progress) -> list[float] | None:
-    """Evaluates while a thread compiles the first step: compiling takes one core, and often longer."""
-    compile_step = None if job.evaluate is None else job.compile_step(state, parts)
+@contextlib.contextmanager
+def _compiling(job: Job, number: int, state: TrainState) -> Iterator[None]:
+    """Compiles the next step in a thread while the body, which compiles other things, takes its time."""
+    compile_step = job.compile_step(state) if number < job.steps else None
     if compile_step is None:
-        return _evaluate(job, state, parts, 0, "before", progress)
+        yield
+        return
     with ThreadPoolExecutor(1, "compile") as pool:
         compiled = pool.submit(compile_step)
-        scores = _evaluate(job, state, parts, 0, "before", progress)
+        yield
         compiled.result()
-    return scores
 
 
 def _evaluate(

@@ -180,31 +180,26 @@ def make_update(
     return state, jax.device_get(outcome)
 
 
-def compile_updates(state: TrainState, rollouts: Rollouts, parts: Parts) -> None:
-    """Compiles the programs that `train_step` learns with on one device, and runs none of them.
+def compile_updates(state: TrainState, batch: TrainBatch, base: PyTree, *, learner: Learner) -> None:
+    """Compiles the programs that `learn` runs on one device for arguments of these shapes; runs none.
 
     Args:
-        state: of abstract arrays (ShapeDtypeStruct).
-        rollouts: of a step, abstract.
-        parts: of the run.
+        state, base: of abstract arrays (ShapeDtypeStruct).
+        batch: as the algorithm's `prepare` makes it.
+        learner: the learning side.
     """
-    filled = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), rollouts)
-    rows = rollouts.tokens.shape[0]
-    reference = None if parts.reference is None else jnp.zeros(rollouts.tokens.shape, jnp.float32)
-    batch = parts.prepare(filled, jnp.zeros(rows, jnp.float32), reference)
-    learner = parts.learner
-    key = parts.key if learner.side.specs.is_stochastic else None
+    key = jax.random.key(0) if learner.side.specs.is_stochastic else None
     first, *later = _shares(batch, learner.config.updates_per_rollout)
     shares = [first]
     if later:
         placed, held = place(later[0], learner.config, None)
-        scores = _score.lower(state, placed, parts.base, held, learner=learner)
+        scores = _score.lower(state, placed, base, held, learner=learner)
         scores.compile()
         old = jnp.zeros(scores.out_info.shape, scores.out_info.dtype)
         shares.append(dataclasses.replace(later[0], old_logprobs=old))
     for share in shares:
         placed, held = place(share, learner.config, None)
-        _update.lower(state, placed, parts.base, held, learner=learner, key=key).compile()
+        _update.lower(state, placed, base, held, learner=learner, key=key).compile()
 
 
 def _shares(batch: TrainBatch, count: int) -> list[TrainBatch]:

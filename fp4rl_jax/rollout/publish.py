@@ -123,10 +123,25 @@ def publish(
     )
     _require(*flags, name=f"version {int(version)}")
     fused = fused if frozen is None else _joined(frozen.params, fused)
+    return _published(fused, jnp.asarray(version, jnp.int32), checksums, stats, scales)
+
+
+def abstract_published(
+    params: PyTree, *, config: ModelConfig, side: Side, calibration: Calibration | None = None
+) -> Published:
+    """Shapes and dtypes (ShapeDtypeStruct) of what `publish` makes of arrays, or shapes, like these."""
+    needed = _needed(calibration or {}, side)
+    fused, checksums, stats, scales, *_ = jax.eval_shape(
+        lambda tree, seen: _publish(tree, seen, None, config, side), params, needed
+    )
+    return _published(fused, jax.ShapeDtypeStruct((), jnp.int32), checksums, stats, scales)
+
+
+def _published(fused: PyTree, version: Any, checksums: Checksums, stats: Any, scales: Any) -> Published:
     packed = [leaf for leaf in jax.tree.leaves(fused, is_leaf=_is_qtensor) if _is_qtensor(leaf)]
     return Published(
         params=fused,
-        version=jnp.asarray(version, jnp.int32),
+        version=version,
         checksums=checksums,
         stats=stats,
         kv_scales=scales,
