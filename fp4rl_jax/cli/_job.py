@@ -34,8 +34,9 @@ from fp4rl_jax.rollout import (
     abstract_published,
     calibrate,
     compare_checksums,
-    compile_sample,
     evaluate,
+    lower_evaluation,
+    lower_sample,
     publish,
     publish_frozen,
     row_keys,
@@ -166,10 +167,12 @@ class Builder:
     def parts(self, data: Prompts, state: TrainState) -> Parts:
         """The parts of a step, for a run whose frozen parameters are those of `state`."""
         base = self._backbone()(state.frozen)
+        publish = self.publisher(state)
+        publish(state)  # compiles it here, beside the other programs
         return Parts(
             learner=self.learner,
             collector=self.collector(data),
-            publish=self.publisher(state),
+            publish=publish,
             prepare=self.prepare,
             clipped=Bound(self.config.correction.module.clipped, self.config.correction.config),
             reference=self.reference(base),
@@ -290,40 +293,56 @@ class Builder:
             "stats": self.config.ops.stats,
         }
 
-    def compile_step(self, state: TrainState) -> Callable[[], None] | None:
-        """Compiles the sampler and the updates of a step; None on a mesh, or where guidance waits elsewhere.
+    def compile_tasks(self, state: TrainState) -> Sequence[Callable[[], object]]:
+        """Functions that compile the updates, the evaluation and the sampler of a run.
+
+        None on a mesh, or where guidance waits in host memory: those programs are compiled by their first
+        call.
 
         Args:
             state: one of the run; its shapes are read at once.
         """
         if self.sides.rollout.layout is not None or self.config.trainer.guidance_memory == "host":
-            return None
-        shapes, loop = _abstract(state), self.config.loop
-        prompts = np.zeros((loop.num_prompts, self.config.rollout.prompt_width), np.int32)
+            return ()
+        shapes = _abstract(state)
+        evaluation = self.evaluated()
 
-        def work() -> None:
-            published = abstract_published(
-                shapes.params, config=self.model, side=self.sides.rollout, calibration=shapes.calibration
-            )
-            told = self._sampled(len(prompts), self.key)
-            rollouts = compile_sample(published, jnp.asarray(prompts), jnp.ones(prompts.shape, bool), **told)
-            rollouts = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), rollouts)
-            needs_reference = self.config.algorithm.config.needs_reference
-            reference = jnp.zeros(rollouts.tokens.shape, jnp.float32) if needs_reference else None
-            batch = self.prepare(rollouts, np.zeros(len(rollouts.tokens), np.float32), reference)
-            base = jax.eval_shape(self._backbone(), shapes.frozen)
-            compile_updates(shapes, batch, base, learner=self.learner)
+        def published() -> Published:
+            side, seen = self.sides.rollout, shapes.calibration
+            return abstract_published(shapes.params, config=self.model, side=side, calibration=seen)
 
-        return work
+        def updates() -> None:
+            _, rollouts = self.lowered_sample(published())
+            compile_updates(
+                shapes, self.blank_batch(rollouts), jax.eval_shape(self._backbone(), shapes.frozen),
+                learner=self.learner,
+            )  # fmt: skip
 
-    def evaluation(
-        self, publish: Callable[[TrainState, Any], Published]
-    ) -> Callable[[TrainState, Any], Evaluation] | None:
-        """Evaluates the rollout policy of a state on held-out problems, or None if turned off.
+        tasks: list[Callable[[], object]] = [updates]
+        if evaluation is not None:
+            items, key, evaluator = evaluation
+            tasks.append(lambda: lower_evaluation(published(), items, key, evaluator=evaluator).compile())
+        return [*tasks, lambda: self.lowered_sample(published())[0].compile()]
 
-        Args:
-            publish: (state, the step's parts) -> published parameters.
-        """
+    def lowered_sample(self, published: Published) -> tuple[jax.stages.Lowered, Rollouts]:
+        """The sampler's program of one round, and the shapes of its rollouts."""
+        prompts = np.zeros((self.config.loop.num_prompts, self.config.rollout.prompt_width), np.int32)
+        return lower_sample(
+            published,
+            jnp.asarray(prompts),
+            jnp.ones(prompts.shape, bool),
+            **self._sampled(len(prompts), self.key),
+        )
+
+    def blank_batch(self, rollouts: Rollouts) -> TrainBatch:
+        """A batch like those that updates take, made from the shapes of rollouts."""
+        blank = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), rollouts)
+        needs_reference = self.config.algorithm.config.needs_reference
+        reference = jnp.zeros(blank.tokens.shape, jnp.float32) if needs_reference else None
+        return self.prepare(blank, np.zeros(len(blank.tokens), np.float32), reference)
+
+    def evaluated(self) -> tuple[list[Item], Array, Evaluator] | None:
+        """What is evaluated: held-out problems, the key and how; None if turned off."""
         settings = self.config.eval
         if not settings.problems:
             return None
@@ -342,7 +361,20 @@ class Builder:
             num_samples=settings.samples,
         )
         items = [self.task.eval[i] for i in range(settings.problems)]
-        key = jax.random.fold_in(self.key, 2)
+        return items, jax.random.fold_in(self.key, 2), evaluator
+
+    def evaluation(
+        self, publish: Callable[[TrainState, Any], Published]
+    ) -> Callable[[TrainState, Any], Evaluation] | None:
+        """Evaluates the rollout policy of a state on held-out problems, or None if turned off.
+
+        Args:
+            publish: (state, the step's parts) -> published parameters.
+        """
+        found = self.evaluated()
+        if found is None:
+            return None
+        items, key, evaluator = found
         return lambda state, parts: evaluate(publish(state, parts), items, key, evaluator=evaluator)
 
     def manifest(self, start: int) -> dict[str, Any]:
@@ -428,7 +460,7 @@ def job(config: Config, directory: RunDirectory) -> Job:
         evaluate=made.evaluation(lambda state, parts: parts.publish(state)),
         eval_every=config.eval.every,
         manifest=made.manifest,
-        compile_step=made.compile_step,
+        compile_tasks=made.compile_tasks,
     )
 
 

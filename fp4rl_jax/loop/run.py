@@ -5,9 +5,8 @@ apart, and reaches the same parameters: a checkpoint holds the whole state, and 
 from the root key and the step.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,7 +19,7 @@ from fp4rl_jax.loop.stop import stop_on_signals
 from fp4rl_jax.loop.sync import Step, train_step
 from fp4rl_jax.rollout.estimators import bootstrap_mean
 from fp4rl_jax.rollout.evaluate import Evaluation
-from fp4rl_jax.runs import RunDirectory, RunError, exit_codes, make_progress
+from fp4rl_jax.runs import RunDirectory, RunError, exit_codes, give_back, make_progress
 from fp4rl_jax.runs.files import read_lines
 from fp4rl_jax.runs.progress import Progress
 from fp4rl_jax.trainer import TrainState
@@ -47,7 +46,7 @@ class Job:
         eval_every: steps between evaluations, 0 for the ends only.
         manifest: (start step) -> the manifest.
         step: (state, number, parts) -> (state, Step).
-        compile_step: (a state) -> a function that compiles what a step runs, or None where that waits for it.
+        compile_tasks: (a state) -> functions, each compiling a program of steps or evaluations.
     """
 
     directory: RunDirectory
@@ -60,7 +59,7 @@ class Job:
     eval_every: int
     manifest: Callable[[int], Mapping[str, Any]]
     step: Callable[[TrainState, int, Any], tuple[TrainState, Step]] = train_step
-    compile_step: Callable[[TrainState], Callable[[], None] | None] = lambda state: None
+    compile_tasks: Callable[[TrainState], Sequence[Callable[[], object]]] = lambda state: ()
 
 
 def run(job: Job) -> int:
@@ -81,12 +80,11 @@ def run(job: Job) -> int:
     progress = make_progress(shown, total=job.steps, start=number)
     try:
         with stop_on_signals() as stop:
-            with _compiling(job, number, state):
-                parts = job.make_parts(state)
-                job.directory.start(number)
-                job.directory.write_manifest(job.manifest(number))
-                if number == 0:
-                    host = {"before": _evaluate(job, state, parts, 0, "before", progress)}
+            parts = _make_parts(job, number, state)
+            job.directory.start(number)
+            job.directory.write_manifest(job.manifest(number))
+            if number == 0:
+                host = {"before": _evaluate(job, state, parts, 0, "before", progress)}
             asked = stop.agreed()
             while number < job.steps and not asked:
                 state, step = job.step(state, number, parts)
@@ -170,17 +168,19 @@ def _check_skips(job: Job, state: TrainState, parts: Any) -> None:
     )
 
 
-@contextlib.contextmanager
-def _compiling(job: Job, number: int, state: TrainState) -> Iterator[None]:
-    """Compiles the next step in a thread while the body, which compiles other things, takes its time."""
-    compile_step = job.compile_step(state) if number < job.steps else None
-    if compile_step is None:
-        yield
-        return
-    with ThreadPoolExecutor(1, "compile") as pool:
-        compiled = pool.submit(compile_step)
-        yield
-        compiled.result()
+def _make_parts(job: Job, number: int, state: TrainState) -> Any:
+    """The parts; what they compile, and what the steps will, is compiled side by side.
+
+    All of it is done before anything runs, whose memory would come on top of a compiler's.
+    """
+    tasks = job.compile_tasks(state) if number < job.steps else ()
+    with ThreadPoolExecutor(2, "compile") as pool:
+        compiled = [pool.submit(task) for task in tasks]
+        parts = job.make_parts(state)
+        for task in compiled:
+            task.result()
+    give_back()
+    return parts
 
 
 def _evaluate(
@@ -190,6 +190,7 @@ def _evaluate(
     if job.evaluate is None:
         return None
     found = job.evaluate(state, parts)
+    give_back()
     estimate = found.mean_at_k()
     values = {
         "metric": "pass@1",

@@ -6,7 +6,7 @@
 from fp4rl_jax.rollout import calibrate
 from fp4rl_jax.rollout.choose import row_keys
 from fp4rl_jax.rollout.config import RolloutConfig, SamplingConfig, refuse_for_training
-from fp4rl_jax.rollout.evaluate import Evaluation, Evaluator, evaluate
+from fp4rl_jax.rollout.evaluate import Evaluation, Evaluator, evaluate, lower_evaluation
 from fp4rl_jax.rollout.publish import (
     Calibration,
     Checksums,
@@ -19,7 +19,7 @@ from fp4rl_jax.rollout.publish import (
     publish_frozen,
     weight_checksums,
 )
-from fp4rl_jax.rollout.sampler import compile_sample, sample
+from fp4rl_jax.rollout.sampler import lower_sample, sample
 
 __all__ = [
     "Calibration",
@@ -34,8 +34,9 @@ __all__ = [
     "abstract_published",
     "calibrate",
     "compare_checksums",
-    "compile_sample",
     "evaluate",
+    "lower_evaluation",
+    "lower_sample",
     "publish",
     "publish_frozen",
     "refuse_for_training",

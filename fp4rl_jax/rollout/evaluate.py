@@ -15,7 +15,7 @@ from fp4rl_jax.rollout.choose import row_keys
 from fp4rl_jax.rollout.config import SamplingConfig
 from fp4rl_jax.rollout.estimators import Estimate, bootstrap_mean, pass_curve
 from fp4rl_jax.rollout.publish import Published
-from fp4rl_jax.rollout.sampler import sample
+from fp4rl_jax.rollout.sampler import lower_sample, sample
 from fp4rl_jax.tasks import Reward
 
 
@@ -130,32 +130,39 @@ def evaluate(published: Published, items: Sequence[Any], key: Array, *, evaluato
     )
 
 
+def lower_evaluation(
+    published: Published, items: Sequence[Any], key: Array, *, evaluator: Evaluator
+) -> jax.stages.Lowered:
+    """The program that `evaluate` samples with, before it is compiled; `published` may be abstract."""
+    chunk = list(items[: evaluator.batch_prompts])
+    lowered, _ = lower_sample(published, **_chunk_arguments(chunk, key, evaluator=evaluator, first=0))
+    return lowered
+
+
 def _sample_chunk(
-    published: Published,
-    chunk: list[Any],
-    key: Array,
-    *,
-    evaluator: Evaluator,
-    first: int,
+    published: Published, chunk: list[Any], key: Array, *, evaluator: Evaluator, first: int
 ) -> Rollouts:
     """Rollouts of one chunk, filled up to the fixed batch with rows that sample nothing."""
+    rollouts = sample(published, **_chunk_arguments(chunk, key, evaluator=evaluator, first=first))
+    return jax.device_get(rollouts)
+
+
+def _chunk_arguments(chunk: list[Any], key: Array, *, evaluator: Evaluator, first: int) -> dict[str, Any]:
     missing = evaluator.batch_prompts - len(chunk)
     prompts, prompt_mask = evaluator.encode(chunk + chunk[:1] * missing)
     group, rows = evaluator.num_samples, evaluator.batch_prompts * evaluator.num_samples
     limits = np.full(rows, evaluator.sampling.max_new_tokens, np.int32)
     limits[len(chunk) * group :] = 0
-    rollouts = sample(
-        published,
-        prompts,
-        prompt_mask,
-        row_limits=limits,
-        keys=row_keys(key, first * group + np.arange(rows, dtype=np.int32)),
-        config=evaluator.config,
-        side=evaluator.side,
-        sampling=evaluator.sampling,
-        group_size=group,
-    )
-    return jax.device_get(rollouts)
+    return {
+        "prompts": prompts,
+        "prompt_mask": prompt_mask,
+        "row_limits": limits,
+        "keys": row_keys(key, first * group + np.arange(rows, dtype=np.int32)),
+        "config": evaluator.config,
+        "side": evaluator.side,
+        "sampling": evaluator.sampling,
+        "group_size": group,
+    }
 
 
 def _score_chunk(rollouts: Rollouts, chunk: list[Any], evaluator: Evaluator) -> list[tuple]:

@@ -78,7 +78,7 @@ def sample(
     return _rollouts(arrays, published, prompts.shape[1], side, sampling, group_size, provenance)
 
 
-def compile_sample(
+def lower_sample(
     published: Published,
     prompts: Array | np.ndarray,
     prompt_mask: Array | np.ndarray,
@@ -90,22 +90,23 @@ def compile_sample(
     sampling: SamplingConfig,
     group_size: int = 1,
     stats: Stats = "off",
-) -> Rollouts:
-    """Compiles the program that `sample` runs for arguments of these shapes, and runs nothing.
+) -> tuple[jax.stages.Lowered, Rollouts]:
+    """The program that `sample` runs for arguments of these shapes, before it is compiled.
 
     Args:
         As for `sample`; arrays may be abstract (ShapeDtypeStruct).
 
     Returns:
-        Rollouts of ShapeDtypeStructs. Raises what `sample` raises.
+        The program, which `sample` need not compile once its `compile` was called; and what it returns, of
+        ShapeDtypeStructs. Raises what `sample` raises.
     """
     lowered = _sample.lower(
         *_arguments(
             published, prompts, prompt_mask, row_limits, keys, config, side, sampling, group_size, stats
         )
     )
-    lowered.compile()
-    return _rollouts(lowered.out_info, published, prompts.shape[1], side, sampling, group_size, None)
+    found = _rollouts(lowered.out_info, published, prompts.shape[1], side, sampling, group_size, None)
+    return lowered, found
 
 
 def _arguments(

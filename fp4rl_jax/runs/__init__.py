@@ -19,6 +19,7 @@ from fp4rl_jax.runs.errors import (
     StorageError,
     WrongCheckpointError,
 )
+from fp4rl_jax.runs.heap import give_back
 from fp4rl_jax.runs.manifest import build_manifest
 from fp4rl_jax.runs.metrics import MetricsWriter
 from fp4rl_jax.runs.progress import make_progress
@@ -42,5 +43,6 @@ __all__ = [
     "StorageError",
     "WrongCheckpointError",
     "build_manifest",
+    "give_back",
     "make_progress",
 ]
