@@ -1,9 +1,14 @@
 """`fp4rl train`: runs reinforcement learning as a configuration says, resumable at any instant."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from fp4rl_jax.cli import _failures, _flags, _processes
 from fp4rl_jax.config import Config, as_dict
+
+if TYPE_CHECKING:
+    from fp4rl_jax.loop.stop import StopRequest
+    from fp4rl_jax.runs.progress import Progress
 
 SUMMARY = "train a model with GRPO or a relative, its rollouts in FP4"
 
@@ -19,8 +24,8 @@ def main(argv: Sequence[str]) -> int:
         return train(config)
 
 
-def train(config: Config) -> int:
-    """Opens the run's folder and runs the job.
+def train(config: Config, *, stop: "StopRequest | None" = None, progress: "Progress | None" = None) -> int:
+    """Opens the run's folder and runs the job; `stop` and `progress` as `loop.run`.
 
     Raises:
         ConfigError: the model, a recipe or the task does not fit the configuration.
@@ -33,4 +38,4 @@ def train(config: Config) -> int:
     with RunDirectory.open(config.run, resolved=as_dict(config)) as directory:
         with _failures.settings():
             job = _job.job(config, directory)
-        return run(job)
+        return run(job, stop=stop, progress=progress)

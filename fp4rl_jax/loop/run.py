@@ -15,7 +15,7 @@ import numpy as np
 from absl import logging
 
 from fp4rl_jax.loop.collect import Collected
-from fp4rl_jax.loop.stop import stop_on_signals
+from fp4rl_jax.loop.stop import StopRequest, stop_on_signals
 from fp4rl_jax.loop.sync import Step, train_step
 from fp4rl_jax.rollout.estimators import bootstrap_mean
 from fp4rl_jax.rollout.evaluate import Evaluation
@@ -62,8 +62,13 @@ class Job:
     compile_tasks: Callable[[TrainState], Sequence[Callable[[], object]]] = lambda state: ()
 
 
-def run(job: Job) -> int:
+def run(job: Job, *, stop: StopRequest | None = None, progress: Progress | None = None) -> int:
     """Runs the job to its end, or until it is asked to stop.
+
+    Args:
+        job: what is run.
+        stop: what asks, where more than this run is to be stopped; the run's own signal handlers if None.
+        progress: where steps are shown, where more than this run is; left open. One of the run's own if None.
 
     Returns:
         An exit code: 0 at the end, `SAVED_PLEASE_RESTART` when a signal ended it, saved.
@@ -76,33 +81,41 @@ def run(job: Job) -> int:
     if number >= job.steps and _is_finished(job):
         logging.info("%s is finished: %d steps", job.directory.path, number)
         return exit_codes.OK
-    shown = job.directory.config.progress if jax.process_index() == 0 else "off"
-    progress = make_progress(shown, total=job.steps, start=number)
-    try:
-        with stop_on_signals() as stop:
+    with contextlib.ExitStack() as mine:
+        shown = progress or mine.enter_context(_own_progress(job, number))
+        with contextlib.nullcontext(stop) if stop is not None else stop_on_signals() as asking:
             parts = _make_parts(job, number, state)
             job.directory.start(number)
             job.directory.write_manifest(job.manifest(number))
             if number == 0:
-                host = {"before": _evaluate(job, state, parts, 0, "before", progress)}
-            asked = stop.agreed()
+                host = {"before": _evaluate(job, state, parts, 0, "before", shown)}
+            asked = asking.agreed()
             while number < job.steps and not asked:
                 state, step = job.step(state, number, parts)
-                _record(job, number, step, progress)
+                _record(job, number, step, shown)
                 number += 1
-                asked = stop.agreed()
+                asked = asking.agreed()
                 _check_skips(job, state, parts)
                 if _due(number, job.eval_every) and number < job.steps:
-                    _evaluate(job, state, parts, number, "during", progress)
+                    _evaluate(job, state, parts, number, "during", shown)
                 if _due(number, job.directory.config.checkpoint_every) or asked or number == job.steps:
                     _save(job, number, state, host)
         if number < job.steps:
-            progress.message(f"{asked}: saved after step {number}, please restart with run.resume=auto")
+            shown.message(f"{asked}: saved after step {number}, please restart with run.resume=auto")
             return exit_codes.SAVED_PLEASE_RESTART
-        _finish(job, state, parts, host, progress)
+        _finish(job, state, parts, host, shown)
         return exit_codes.OK
+
+
+@contextlib.contextmanager
+def _own_progress(job: Job, number: int) -> Iterator[Progress]:
+    """The display of a run by itself, closed at its end."""
+    mode = job.directory.config.progress if jax.process_index() == 0 else "off"
+    shown = make_progress(mode, total=job.steps, start=number)
+    try:
+        yield shown
     finally:
-        progress.close()
+        shown.close()
 
 
 def _begin(job: Job) -> tuple[int, TrainState, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Stopping on request: SIGTERM and Ctrl-C end the run after the step in hand, saved."""
+"""Stopping on request: SIGTERM, Ctrl-C or a used-up budget ends the run after the step in hand, saved."""
 
 import signal
 from collections.abc import Iterator
@@ -34,12 +34,21 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
-    """Handles SIGTERM and SIGINT by a StopRequest while the block runs."""
+def stop_on_signals(seconds: float | None = None) -> Iterator[StopRequest]:
+    """Handles SIGTERM and SIGINT by a StopRequest while the block runs.
+
+    Args:
+        seconds: wall clock after which SIGALRM asks, too; None leaves that signal alone.
+    """
     request = StopRequest()
-    before = {number: signal.signal(number, request) for number in (signal.SIGTERM, signal.SIGINT)}
+    asking = [signal.SIGTERM, signal.SIGINT, *([] if seconds is None else [signal.SIGALRM])]
+    before = {number: signal.signal(number, request) for number in asking}
+    if seconds is not None:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield request
     finally:
+        if seconds is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
