@@ -22,9 +22,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from page_sections import with_section
-
 from fp4rl_jax.runs.files import read_lines
+from fp4rl_jax.runs.report.sections import with_section
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "experiments"
 RECIPES = ("naive_nvfp4", "qat_w4a4")

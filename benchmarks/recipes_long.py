@@ -23,10 +23,10 @@ from typing import Any
 import jax
 import matplotlib
 import numpy as np
-from page_sections import with_section
 
 from fp4rl_jax import plugins, recipes
 from fp4rl_jax.runs.files import read_lines
+from fp4rl_jax.runs.report.sections import with_section
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
