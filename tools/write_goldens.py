@@ -1,9 +1,10 @@
-"""Writes tests/golden/configs/ anew: the resolved form of every file in configs/.
+"""Writes tests/golden/configs/ anew: the resolved form of every configuration in configs/.
 
 Run it after a change of a default, and read the diff: it is what the change means for every run.
 """
 
 import shutil
+import tomllib
 from pathlib import Path
 
 from fp4rl_jax import config
@@ -16,10 +17,17 @@ def sources() -> dict[str, list[str]]:
     """{golden name: config files}; an arm is resolved over the smallest base."""
     found = {}
     for path in sorted((ROOT / "configs").rglob("*.toml")):
+        if is_sweep(path):
+            continue
         name = "-".join(path.relative_to(ROOT / "configs").with_suffix("").parts)
         base = [str(ROOT / "configs" / "base" / "tiny.toml")] if path.parent.name == "recipes" else []
         found[name] = [*base, str(path)]
     return found
+
+
+def is_sweep(path: Path) -> bool:
+    """Whether a file of configs/ describes a sweep (`fp4rl sweep`) and not a run."""
+    return "arms" in tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 def main() -> None:

@@ -36,6 +36,11 @@ def tell(name: str, error: Exception) -> int:
     """Prints `error` as the one line of subcommand `name` on stderr and returns its exit code."""
     lines = [line.strip() for line in str(error).splitlines()]
     print(f"fp4rl {name}: {'; '.join(line for line in lines if line)}", file=sys.stderr)
+    return code_of(error)
+
+
+def code_of(error: Exception) -> int:
+    """The exit code of an error of an expected kind."""
     codes = (code for kind, code in expected().items() if isinstance(error, kind))
     return getattr(error, "exit_code", next(codes))
 

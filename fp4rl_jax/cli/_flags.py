@@ -66,6 +66,11 @@ def get[T](values: flags.FlagValues, name: str, kind: type[T]) -> T:
 
 
 def require_sections(values: flags.FlagValues, *wanted: tuple[str, ...]) -> None:
+    """`require_named` of what `--config` and `--set` give."""
+    require_named(values["config"].value or (), values["set"].value or (), *wanted)
+
+
+def require_named(files: Sequence[str], overrides: Sequence[str], *wanted: tuple[str, ...]) -> None:
     """Refuses to train something that nobody named: one section of each of `wanted` has to be set.
 
     Raises:
@@ -73,7 +78,7 @@ def require_sections(values: flags.FlagValues, *wanted: tuple[str, ...]) -> None
     """
     from fp4rl_jax import config
 
-    given = config.sections(values["config"].value or (), values["set"].value or ())
+    given = config.sections(files, overrides)
     missing = [" or ".join(f"[{name}]" for name in names) for names in wanted if not given & set(names)]
     if missing:
         raise config.ConfigError(

@@ -253,14 +253,21 @@ def require_same_config(
     Raises:
         ConfigMismatchError: lists each differing dotted key with both values.
     """
-    allowed = tuple(may_change)
-    found = [item for item in config_differences(saved, new) if not _allowed(item[0], allowed)]
+    found = differing(saved, new, may_change=may_change)
     if found:
         shown = "; ".join(f"{key}: saved {old!r}, now {now!r}" for key, old, now in found)
         raise ConfigMismatchError(
             f"cannot resume {path} under another configuration: {shown}; a run of its own takes another "
             f"name, e.g. --set run.name={path.name}-2"
         )
+
+
+def differing(
+    saved: Mapping[str, Any], new: Mapping[str, Any], *, may_change: Iterable[str] = MAY_CHANGE
+) -> list[tuple[str, Any, Any]]:
+    """The `config_differences` that keep a run of `saved` from being resumed under `new`."""
+    allowed = tuple(may_change)
+    return [item for item in config_differences(saved, new) if not _allowed(item[0], allowed)]
 
 
 def config_fingerprint(config: Mapping[str, Any], *, may_change: Iterable[str] = MAY_CHANGE) -> str:

@@ -23,7 +23,10 @@ TASK = 7
 PROCESSES = 8
 #: `fp4rl check` found a promise of the configuration broken.
 CHECK = 9
-#: SIGTERM or SIGINT arrived, the state was saved: start the same command with `run.resume="must"`.
+#: `fp4rl sweep` has nothing left to run, and an arm failed; the table names it.
+ARM = 10
+#: SIGTERM or SIGINT arrived, or a sweep's budget is used up, and the state was saved: start the same command
+#: again (`fp4rl train` with `run.resume="must"`).
 SAVED_PLEASE_RESTART = 75
 
 MEANINGS = {
@@ -37,5 +40,6 @@ MEANINGS = {
     TASK: "the task cannot go on: a prompt, a reward, or no group that teaches",
     PROCESSES: "the processes of the run did not find each other",
     CHECK: "`fp4rl check` found something that does not hold",
-    SAVED_PLEASE_RESTART: "interrupted by a signal and saved: please restart",
+    ARM: "`fp4rl sweep` is through, and an arm of it failed",
+    SAVED_PLEASE_RESTART: "interrupted by a signal or a sweep's budget, and saved: please restart",
 }

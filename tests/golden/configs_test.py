@@ -1,4 +1,4 @@
-"""Every file of configs/: its resolved form is the stored one, and ci files take any recipe."""
+"""Every configuration of configs/: its resolved form is the stored one, and ci files take any recipe."""
 
 import importlib.util
 import tomllib
@@ -11,7 +11,6 @@ from fp4rl_jax import config
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "configs"
-CI = sorted((ROOT / "configs" / "ci").glob("*.toml"))
 
 
 def _tool() -> ModuleType:
@@ -23,7 +22,9 @@ def _tool() -> ModuleType:
     return module
 
 
-SOURCES = _tool().sources()
+TOOL = _tool()
+SOURCES = TOOL.sources()
+CI = [path for path in sorted((ROOT / "configs" / "ci").glob("*.toml")) if not TOOL.is_sweep(path)]
 
 
 def test_there_is_one_golden_a_file() -> None:

@@ -82,13 +82,13 @@ def test_equal_runs_give_equal_pictures(tmp_path, monkeypatch):
 def test_a_picture_holds_the_values(tmp_path):
     """Through matplotlib's own objects: the line of each run, zeros at the floor, a gap at a NaN."""
     loaded = data.load([make_run(tmp_path, "a")])
-    axes = plots._figure_type()().add_subplot()
+    axes = plots.matplotlib_figure()().add_subplot()
     by_name = {panel.name: panel for panel in panels.PANELS}
     plots._draw_panel(axes, loaded, by_name["grad_norm"], legend=True)
     (line,) = axes.get_lines()
     assert np.isnan(line.get_ydata()).tolist() == [False, False, True, False, False, False]
     assert axes.get_yscale() == "log" and axes.get_ylabel() == "global norm before clipping"
-    axes = plots._figure_type()().add_subplot()
+    axes = plots.matplotlib_figure()().add_subplot()
     plots._draw_panel(axes, loaded, by_name["logprob_gap"], legend=True)
     low, high = axes.get_ylim()
     assert (
@@ -100,7 +100,7 @@ def test_gaps_of_float_rounding_are_one_level_in_a_band_that_says_so(tmp_path):
     """mismatch_kl 1, 1e-1 ... 1e-11 and then rounding noise: the noise is a flat line in the grey band."""
     loaded = data.load([make_run(tmp_path, "a", steps=16)])
     panel = next(panel for panel in panels.PANELS if panel.name == "mismatch")
-    axes = plots._figure_type()().add_subplot()
+    axes = plots.matplotlib_figure()().add_subplot()
     plots._draw_panel(axes, loaded, panel, legend=True)
     drawn = np.asarray(axes.get_lines()[0].get_ydata())
     assert drawn[:11].tolist() == [10.0**-step for step in range(11)]

@@ -132,3 +132,9 @@ def missing(runs: list[RunData]) -> list[str]:
             where = "every run" if len(lacking) == len(runs) else ", ".join(lacking)
             lines.append(f"{panel.title}: {panel.key} is absent in {where}")
     return lines
+
+
+def panel_of(key: str) -> Panel:
+    """The panel of a metrics key: the report's where it has one, otherwise a plain linear one."""
+    known = (panel for panel in PANELS if panel.key == key)
+    return next(known, Panel(key.replace("/", "_"), key, key, key, "linear", ""))

@@ -40,7 +40,7 @@ def draw(runs: Sequence[RunData], folder: Path) -> dict[str, Path]:
         MissingExtraError: matplotlib is not installed.
         StorageError: the disk refused.
     """
-    figure_type = _figure_type()
+    figure_type = matplotlib_figure()
     drawable = [panel for panel in PANELS if _has_data(runs, panel)]
     files: dict[str, Path] = {}
     with storage_errors(folder, doing="write the report's pictures"):
@@ -48,13 +48,13 @@ def draw(runs: Sequence[RunData], folder: Path) -> dict[str, Path]:
         if any(len(pass_points(run)) > 0 for run in runs):
             figure = figure_type(**_SINGLE)
             _draw_evals(figure.add_axes(_MARGINS), runs)
-            files["pass"] = _save(figure, folder / "pass.png")
+            files["pass"] = save(figure, folder / "pass.png")
         for panel in drawable:
             figure = figure_type(**_SINGLE)
             _draw_panel(figure.add_axes(_MARGINS), runs, panel, legend=True)
-            files[panel.name] = _save(figure, folder / f"{panel.name}.png")
+            files[panel.name] = save(figure, folder / f"{panel.name}.png")
         if drawable:
-            files["overview"] = _save(_overview(figure_type, runs, drawable), folder / "overview.png")
+            files["overview"] = save(_overview(figure_type, runs, drawable), folder / "overview.png")
     return files
 
 
@@ -77,14 +77,14 @@ def in_band(rounding: float) -> float:
     return rounding / 10**0.5
 
 
-def _floor(panel: Panel, series: Sequence[np.ndarray]) -> float | None:
+def least(panel: Panel, series: Sequence[np.ndarray]) -> float | None:
     """The least value of a panel's log axis; None for a linear one."""
     if panel.scale != "log":
         return None
     return log_floor(series) if panel.rounding is None else panel.rounding / 10
 
 
-def _rounding_band(axes: Any, rounding: float) -> None:
+def rounding_band(axes: Any, rounding: float) -> None:
     """Shades the decade under `rounding`, says what it means, and shows at least four decades above it."""
     axes.set_ylim(rounding / 10, max(axes.get_ylim()[1], rounding * 1e4))
     axes.axhspan(rounding / 10, rounding, color=_GRID, zorder=0)
@@ -106,7 +106,7 @@ def _has_data(runs: Sequence[RunData], panel: Panel) -> bool:
 
 def _draw_panel(axes: Any, runs: Sequence[RunData], panel: Panel, *, legend: bool) -> None:
     found = [panel_series(run, panel) for run in runs]
-    floor = _floor(panel, [values for _, values in found])
+    floor = least(panel, [values for _, values in found])
     floored = False
     for index, (run, (steps, values)) in enumerate(zip(runs, found, strict=True)):
         if not np.isfinite(values).any():
@@ -117,13 +117,13 @@ def _draw_panel(axes: Any, runs: Sequence[RunData], panel: Panel, *, legend: boo
             floored |= bool((values <= 0).any())
             values = np.where(values <= 0, floor, values)
         _draw_line(axes, steps, values, index=index, label=run.label)
-    _dress(axes, panel.title, panel.unit)
+    dress(axes, panel.title, panel.unit)
     if floored:
         axes.set_title("exact zeros are drawn at the bottom", loc="right", fontsize=7.5, color=_SOFT)
     if panel.rounding is not None:
-        _rounding_band(axes, panel.rounding)
+        rounding_band(axes, panel.rounding)
     if floor is not None:
-        _log_axis(axes)
+        log_axis(axes)
     if panel.scale == "share":
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(_percent())
@@ -164,7 +164,7 @@ def _draw_evals(axes: Any, runs: Sequence[RunData]) -> None:
             markersize=4,
             label=run.label,
         )
-    _dress(axes, f"Held-out {metric}", f"{metric}, 95 % interval")
+    dress(axes, f"Held-out {metric}", f"{metric}, 95 % interval")
     axes.yaxis.set_major_formatter(_percent())
     if len(runs) > 1:
         _legend(axes)
@@ -182,14 +182,14 @@ def _overview(figure_type: Any, runs: Sequence[RunData], panels: Sequence[Panel]
     for axes in list(grid.flat)[len(panels) :]:
         axes.set_axis_off()
     if len(runs) > 1:
-        lines = [_proxy(index, run.label) for index, run in enumerate(runs)]
+        lines = [proxy(index, run.label) for index, run in enumerate(runs)]
         figure.legend(
             handles=lines, loc="outside upper center", ncols=min(len(runs), 5), frameon=False, fontsize=9
         )
     return figure
 
 
-def _log_axis(axes: Any) -> None:
+def log_axis(axes: Any) -> None:
     """Powers of ten; below two decades also their 2- and 5-fold, as plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -202,7 +202,7 @@ def _log_axis(axes: Any) -> None:
     axes.tick_params(axis="y", which="minor", length=0)
 
 
-def _dress(axes: Any, title: str, unit: str) -> None:
+def dress(axes: Any, title: str, unit: str) -> None:
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=_INK)
     axes.set_xlabel("step", fontsize=9, color=_INK)
     axes.set_ylabel(unit, fontsize=9, color=_INK)
@@ -221,7 +221,7 @@ def _legend(axes: Any) -> None:
     axes.legend(fontsize=8, frameon=True, framealpha=0.9, edgecolor=_GRID, labelcolor=_INK)
 
 
-def _proxy(index: int, label: str) -> Any:
+def proxy(index: int, label: str) -> Any:
     from matplotlib.lines import Line2D
 
     colour, dash = style_of(index)
@@ -234,7 +234,7 @@ def _percent() -> Any:
     return PercentFormatter(xmax=1.0)
 
 
-def _figure_type() -> Any:
+def matplotlib_figure() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -242,7 +242,7 @@ def _figure_type() -> Any:
     return Figure
 
 
-def _save(figure: Any, path: Path) -> Path:
+def save(figure: Any, path: Path) -> Path:
     figure.savefig(
         path, metadata={"Software": None}, pil_kwargs={"compress_level": 4}
     )  # no version in the file: equal data, equal bytes

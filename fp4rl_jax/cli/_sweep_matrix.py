@@ -1,0 +1,161 @@
+"""From a sweep file to its runs: every arm x factors x key as a resolved configuration, and how far it is."""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from fp4rl_jax import config as configs
+from fp4rl_jax.cli import _flags
+from fp4rl_jax.cli._sweep_file import ArmSection, SweepSection, text
+from fp4rl_jax.config import Config, ConfigError
+from fp4rl_jax.runs import Checkpointer
+from fp4rl_jax.runs.directory import CHECKPOINTS, CONFIG, EVALS, differing
+from fp4rl_jax.runs.files import read_json, read_lines
+
+State = Literal["to do", "partial", "done", "other config"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """An arm at one choice of the factors: a row of the table.
+
+    Attributes:
+        arm: its name.
+        factors: (dotted key, value as text), in the order of the file.
+    """
+
+    arm: str
+    factors: tuple[tuple[str, str], ...]
+
+    @property
+    def name(self) -> str:
+        """As folders and lines name it, e.g. `quads-dtype`."""
+        return "-".join([self.arm, *(value for _, value in self.factors)])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One run of the matrix.
+
+    Attributes:
+        group: its arm and factors. key: its seed.
+        files, words: what `fp4rl train` would take as `--config` and `--set`.
+        overrides: of the words those that are not every arm's.
+        config: what files and words resolve to.
+    """
+
+    group: Group
+    key: int
+    files: tuple[str, ...]
+    words: tuple[str, ...]
+    overrides: tuple[str, ...]
+    config: Config
+
+    @property
+    def name(self) -> str:
+        """The run's folder under the sweep's root."""
+        return self.config.run.name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a cell's run is.
+
+    Attributes:
+        state: as named; "other config" is a run that this cell's configuration cannot resume.
+        steps: that its next start has behind it.
+        difference: the first difference of "other config", else empty.
+    """
+
+    state: State
+    steps: int
+    difference: str = ""
+
+
+def expand(sweep: SweepSection) -> tuple[Cell, ...]:
+    """Every run of a sweep, in the order in which they are run: arms, then factors, then keys.
+
+    Raises:
+        ConfigError: a configuration refuses an override, two runs would be the same or share a folder,
+            or nothing names a model and a task; names the arm and the value.
+    """
+    cells = tuple(_cells(sweep))
+    seen: dict[str, Cell] = {}
+    folders: dict[str, Cell] = {}
+    for cell in cells:
+        other = folders.setdefault(cell.name, cell)
+        if other is not cell:
+            raise ConfigError(
+                f"arms {other.group.arm!r} and {cell.group.arm!r} share the folder {cell.name!r}"
+            )
+        other = seen.setdefault(_meaning(cell.config), cell)
+        if other is not cell:
+            raise ConfigError(
+                f"{other.name!r} and {cell.name!r} are the same configuration: expected arms, factors and"
+                " keys that differ in a setting"
+            )
+    return cells
+
+
+def _cells(sweep: SweepSection) -> Iterator[Cell]:
+    keys = [key for key, _ in sweep.factors.values]
+    levels = [values for _, values in sweep.factors.values]
+    for arm in sweep.arms:
+        for chosen in itertools.product(*levels):
+            factors = tuple(zip(keys, map(text, chosen), strict=True))
+            for key in sweep.keys_of(arm):
+                yield _cell(sweep, arm, Group(arm=arm.name, factors=factors), key)
+
+
+def _cell(sweep: SweepSection, arm: ArmSection, group: Group, key: int) -> Cell:
+    files = (*sweep.config, *arm.config)
+    factors = [f"{name}={value}" for name, value in group.factors]
+    own = (f"run.name={group.name}-{key}", f"run.root={sweep.root}", f"run.seed={key}", "run.resume=auto")
+    words = (*sweep.set, *arm.set, *factors, *own)
+    try:
+        _flags.require_named(files, words, ("model",), ("task",))
+        config = configs.load(files, words)
+    except ConfigError as error:
+        at = "".join(f", {name} = {value}" for name, value in group.factors)
+        raise ConfigError(f"arm {arm.name!r}{at}: {error}") from error
+    overrides = (*arm.config, *arm.set, *factors, f"run.seed={key}")
+    return Cell(group=group, key=key, files=files, words=words, overrides=overrides, config=config)
+
+
+def _meaning(config: Config) -> str:
+    """What two runs of one meaning share: everything but the folder."""
+    plain = configs.as_dict(config)
+    plain["run"] = {key: value for key, value in plain["run"].items() if key != "name"}
+    return json.dumps(plain, sort_keys=True)
+
+
+def progress(cell: Cell) -> Progress:
+    """What lies in the cell's folder, read without opening it."""
+    path = cell.config.run.path
+    steps = Checkpointer(path / CHECKPOINTS).steps() if (path / CHECKPOINTS).is_dir() else ()
+    done = steps[-1] if steps else 0
+    evaluated = [line["step"] for line in read_lines(path / EVALS)]
+    if not steps and not evaluated:
+        return Progress(state="to do", steps=0)
+    changed = differing(read_json(path / CONFIG), configs.as_dict(cell.config))
+    if changed:
+        key, saved, now = changed[0]
+        return Progress(state="other config", steps=done, difference=f"{key}: saved {saved!r}, now {now!r}")
+    total = cell.config.loop.steps
+    finished = done >= total and (cell.config.eval.problems == 0 or total in evaluated)
+    return Progress(state="done" if finished else "partial", steps=done)
+
+
+def matrix(cells: Sequence[Cell]) -> str:
+    """The matrix as text: a run a line, what it overrides, its state and its steps."""
+    rows = [("run", "state", "steps", "overrides")]
+    for cell in cells:
+        at = progress(cell)
+        steps = f"{at.steps}/{cell.config.loop.steps}"
+        why = f" ({at.difference})" if at.difference else ""
+        rows.append((cell.name, at.state + why, steps, " ".join(cell.overrides)))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = ["  ".join([*(f"{row[i]:<{widths[i]}}" for i in range(3)), row[3]]) for row in rows]
+    return "\n".join(lines)

@@ -1,0 +1,153 @@
+"""The table of a sweep: spreads, overheads and verdicts against numbers worked by hand; record and page."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from fp4rl_jax import cli
+from fp4rl_jax.cli import _sweep_record, _sweep_results, _sweep_table
+from fp4rl_jax.cli._sweep_file import SweepSection
+from fp4rl_jax.cli._sweep_record import RunRecord, SweepRecord
+from fp4rl_jax.configuring import build
+from fp4rl_jax.runs.report import bands
+from fp4rl_jax.runs.report.sections import with_section
+
+
+def course(*values: float | None) -> list[list[float | None]]:
+    return [[step, value] for step, value in enumerate(values)]
+
+
+def run(arm: str, key: int, *, reward: float, kl: float, seconds: float, **more) -> RunRecord:
+    """Four steps: reward 0, 0, r - 0.1, r + 0.1; k3 kl, kl, 3 kl, 9 kl; the first step takes a minute."""
+    given = {"state": "done", "steps": 4, **more}
+    return RunRecord(
+        name=f"{arm}-{key}", arm=arm, key=key, factors={}, total=4,
+        courses={
+            "reward_mean": course(0, 0, reward - 0.1, reward + 0.1),
+            "mismatch_kl": course(kl, kl, 3 * kl, 9 * kl),
+            "logprob_gap_max": course(1, None, 4, 2),
+            "step_seconds": course(60, seconds, seconds, 5 * seconds),
+        },
+        **given,
+    )  # fmt: skip
+
+
+def record(*runs: RunRecord, expect: tuple[dict, ...] = ()) -> SweepRecord:
+    arms = [{"name": "base"}, {"name": "arm", "claim": "a | b", "expect": list(expect)}]
+    sweep = {"title": "T", "root": "r", "baseline": "base", "last": 2, "keys": [0, 1, 2], "arms": arms}
+    return SweepRecord(sweep=build(SweepSection, sweep), made={}, runs=runs)
+
+
+def three(arm: str, rewards: tuple[float, ...], kl: float = 0.1, seconds: float = 2.0) -> list[RunRecord]:
+    return [run(arm, k, reward=r, kl=kl * (1 + k), seconds=seconds + k) for k, r in enumerate(rewards)]
+
+
+def test_a_spread_is_students_interval_of_the_mean_over_keys():
+    """0.5, 0.6, 0.7: deviation 0.1, t(2) = 4.303, half-width 4.303 * 0.1 / sqrt(3) = 0.2484."""
+    found = _sweep_table.spread([0.5, 0.6, 0.7])
+    assert found is not None and found.half is not None
+    assert found.mean == pytest.approx(0.6) and found.half == pytest.approx(0.24843, abs=1e-5)
+    alone = _sweep_table.spread([0.5])
+    assert alone is not None and alone.half is None and (alone.low, alone.high) == (-math.inf, math.inf)
+    assert _sweep_table.spread([]) is None
+
+
+def test_the_measures_of_a_row_are_those_worked_by_hand():
+    made = record(*three("base", (0.5, 0.6, 0.7)), *three("arm", (0.2, 0.2, 0.2), seconds=3.0))
+    base, arm = _sweep_table.rows(made)
+    values = {}
+    for name in ("reward", "mismatch_kl", "mismatch_kl_worst", "logprob_gap_max", "step_seconds"):
+        found = _sweep_table.measure(name, base, made)
+        assert found is not None
+        values[name] = found.mean
+    # medians of (k, k, 3k, 9k) are 2k with k = 0.1, 0.2, 0.3; seconds: medians of (s, s, 5s), s = 2, 3, 4
+    expected = {"reward": 0.6, "mismatch_kl": 0.4, "mismatch_kl_worst": 1.8, "logprob_gap_max": 4.0}
+    assert values == pytest.approx(expected | {"step_seconds": 3.0})
+    # 3/2, 4/3 and 5/4 less 1: mean 13/36, deviation 0.12729, half-width 4.303 * 0.12729 / sqrt(3)
+    overhead = _sweep_table.measure("overhead", arm, made)
+    assert overhead is not None and overhead.mean == pytest.approx(13 / 36)
+    assert overhead.half == pytest.approx(0.31624, abs=1e-5)
+    assert _sweep_table.measure("overhead", base, made) is None
+
+
+ABOVE = {"measure": "reward", "relation": "above", "arm": "base"}
+BELOW = {**ABOVE, "relation": "below"}
+
+
+def over(value: float, measure: str = "reward") -> dict:
+    return {"measure": measure, "relation": "above", "value": value}
+
+
+@pytest.mark.parametrize(
+    "rewards, expect, word",
+    [
+        ((0.80, 0.81, 0.82), (ABOVE,), "agrees"),  # [0.785, 0.835] over [0.475, 0.525]
+        ((0.80, 0.81, 0.82), (BELOW,), "disagrees"),
+        ((0.50, 0.52, 0.54), (ABOVE,), "too small to tell"),  # [0.470, 0.570]
+        ((0.80, 0.81, 0.82), (ABOVE, over(0.82)), "too small to tell"),
+        ((0.80, 0.81, 0.82), (ABOVE, over(0.9)), "disagrees"),
+        ((0.80, 0.81, 0.82), (ABOVE, over(0.9, "pass@1")), "-"),
+        ((0.80,), (ABOVE,), "too small to tell"),
+        ((0.80, 0.81, 0.82), (), "-"),
+    ],
+)  # fmt: skip
+def test_a_verdict_needs_intervals_that_are_apart(rewards, expect, word):
+    made = record(*three("base", (0.49, 0.50, 0.51)), *three("arm", rewards), expect=expect)
+    assert _sweep_table.verdict(_sweep_table.rows(made)[1], made) == word
+
+
+def test_nothing_is_said_of_an_arm_before_all_its_keys_are_through():
+    arms = three("arm", (0.80, 0.81, 0.82))
+    left = run("arm", 2, reward=0.82, kl=0.1, seconds=1, state="partial", steps=2)
+    made = record(*three("base", (0.49, 0.50, 0.51)), *arms[:2], left, expect=(ABOVE,))
+    assert _sweep_table.verdict(_sweep_table.rows(made)[1], made) == "-"
+    assert "| 2/3; key 2: partial, 2 of 4 steps |" in _sweep_table.markdown(made)
+
+
+def test_the_markdown_names_failures_and_escapes_what_would_break_it():
+    failed = run(
+        "arm", 0, reward=0, kl=0, seconds=1, state="failed", steps=1, message="exit code 6: x\ny | z"
+    )
+    made = record(run("base", 0, reward=0.5, kl=0.1, seconds=2, after=[0.25, 0.2, 0.3]), failed)
+    lines = _sweep_table.markdown(made).splitlines()
+    assert lines[0] == "- `arm-0` failed, step 1 of 4: exit code 6: x y | z"
+    assert lines[4] == "| `base` | 1/1 | 0.500 | - | 0.250 [0.20, 0.30] | 0.2 | 0.9 | 4 | 2 | - | - | - |"
+    assert lines[5].endswith("| - | a \\| b | - |") and "key 0: failed, 1 of 4 steps" in lines[5]
+
+
+def test_a_record_makes_the_same_table_and_a_section_of_a_page(tmp_path, capsys):
+    made = record(*three("base", (0.5, 0.6, 0.7)), *three("arm", (0.2, 0.2, 0.2)), expect=(ABOVE,))
+    file, page = tmp_path / "kept.json", tmp_path / "PAGE.md"
+    file.write_text(json.dumps(_sweep_record.dump(made)))
+    assert _sweep_record.parse(file) == made
+    page.write_text("# Page\n\n## T two\n\nkept\n")
+    for _ in range(2):  # the second call replaces what the first wrote
+        assert cli.main(["sweep", str(file), f"--page={page}"]) == 0
+    assert capsys.readouterr().out == 2 * _sweep_table.markdown(made)
+    text = page.read_text()
+    assert text == "# Page\n\n## T two\n\nkept\n\n" + _sweep_results.section(made, "img/kept.png")
+    assert (tmp_path / "img" / "kept.png").stat().st_size > 10_000
+
+
+def test_a_page_that_is_not_there_is_refused(tmp_path, capsys):
+    assert cli.main(["sweep", "x.toml", f"--page={tmp_path / 'none.md'}"]) == 2
+    assert "none.md: no such file" in capsys.readouterr().err
+
+
+def test_a_band_is_the_mean_and_range_of_the_keys_that_have_the_step():
+    found = bands.band("a", [course(1, 2, None), course(3, None, None), course(5)])
+    assert found.steps.tolist() == [0, 1, 2]
+    np.testing.assert_array_equal(found.mean, [3, 2, np.nan])
+    np.testing.assert_array_equal(found.low, [1, 2, np.nan])
+    np.testing.assert_array_equal(found.high, [5, 2, np.nan])
+
+
+def test_a_section_is_replaced_and_what_stands_below_its_table_is_kept():
+    old = "# P\n\n### A b\n\n## A\n\nold\n\n| x |\n| --- |\n| 1 |\n\nread out of it\n\n## B\n\nb\n"
+    new = with_section(old, "## A", "## A\n\n| y |\n| --- |\n")
+    assert new == "# P\n\n### A b\n\n## A\n\n| y |\n| --- |\n\nread out of it\n\n## B\n\nb\n"
+    assert with_section("# P\n", "## A", "s\n") == "# P\n\ns\n"
+    with pytest.raises(ValueError, match="section '## B' is there and has no table"):
+        with_section(old, "## B", "")
