@@ -12,6 +12,7 @@ from fp4rl_jax.quantizers.residual import Residual, Selection
 
 Sites = Literal["block_linears", "routed_experts"]
 KvFormat = Literal["none", "nvfp4", "mxfp4", "hif4", "fp8_e4m3"]
+ScaleRule = Literal["floor", "even", "rceil", "ceil", "uos"]
 
 #: Site patterns by name. Sites of a block have a slash in their name; the embedding, the head, the
 #: norms and the router are no such sites and are never quantized.
@@ -83,8 +84,26 @@ def act_of(name: str, **options: object) -> Quantizer:
     return Quantizer(spanning(name, "row", **options))
 
 
+def rule_of(name: str, scale_rule: ScaleRule | None) -> dict[str, object]:
+    """The options of a format whose scale rule a recipe sets.
+
+    Raises:
+        ValueError: a rule for a format that has none.
+    """
+    if scale_rule is None:
+        return {}
+    if name != "mxfp4":
+        raise ValueError(f"scale_rule = {scale_rule!r} is for format 'mxfp4', got format = {name!r}")
+    return {"scale_rule": scale_rule}
+
+
 def residual_of(
-    name: str, selection: Selection, *, order: str, outer: Literal["pow2", "fp32", "shared"] = "pow2"
+    name: str,
+    selection: Selection,
+    *,
+    order: str,
+    outer: Literal["pow2", "fp32", "shared"] = "pow2",
+    scale_rule: ScaleRule | None = None,
 ) -> Residual:
     """The residual's second pass in a format.
 
@@ -94,8 +113,9 @@ def residual_of(
         order: "select_first" or "quantize_first".
         outer: the residual's outer scale: its own, a power of two or float32, or the activation's;
             without effect on a format that has none.
+        scale_rule: as `rule_of`.
     """
-    fmt = spanning(name, "static" if outer == "shared" else "row")
+    fmt = spanning(name, "static" if outer == "shared" else "row", **rule_of(name, scale_rule))
     if outer == "fp32" and fmt.span != "none":
         fmt = formats.make(fmt, outer_rounding="fp32")
     share = "shared" if fmt.span == "static" else "own"

@@ -9,7 +9,16 @@ from typing import Literal
 
 from fp4rl_jax.ops.spec import Backward, MatmulSpec, SideSpec
 from fp4rl_jax.quantizers import residual
-from fp4rl_jax.recipes._parts import SiteConfig, act_of, gradient_of, residual_of, side, weight_of
+from fp4rl_jax.recipes._parts import (
+    ScaleRule,
+    SiteConfig,
+    act_of,
+    gradient_of,
+    residual_of,
+    rule_of,
+    side,
+    weight_of,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,6 +27,8 @@ class Config(SiteConfig):
 
     Attributes:
         format: of every operand.
+        scale_rule: of MXFP4's block scales in weights, activations and residual; none is the format's own,
+            "floor".
         selection: S: "pattern_2_4", "pairs_4_8", "channels" (half, by L2), "tiles_32x64" (half) or "dense".
         scope: for "channels" only: they are chosen over the tokens of each "call" (the paper's, and where
             nothing is said), or, so that a token's result does not depend on its batch, at publish from
@@ -33,6 +44,7 @@ class Config(SiteConfig):
     """
 
     format: Literal["hif4", "mxfp4", "nvfp4"] = "hif4"
+    scale_rule: ScaleRule | None = None
     selection: Literal["pattern_2_4", "pairs_4_8", "channels", "tiles_32x64", "dense"] = "pattern_2_4"
     scope: Literal["call", "static", "token"] | None = None
     tile_rows: int | None = None
@@ -42,6 +54,7 @@ class Config(SiteConfig):
     grad_outer: Literal["none", "tensor", "row"] = "none"
 
     def __post_init__(self) -> None:
+        rule_of(self.format, self.scale_rule)
         for field, owner in (("scope", "channels"), ("tile_rows", "tiles_32x64")):
             value = getattr(self, field)
             if value is not None and self.selection != owner:
@@ -53,9 +66,10 @@ class Config(SiteConfig):
 def trainer(config: Config) -> SideSpec:
     """W4A4 in forward and backward, without the residual."""
     quantized = config.backward in ("requantized", "reused")
+    rule = rule_of(config.format, config.scale_rule)
     spec = MatmulSpec(
-        weight=weight_of(config.format),
-        act=act_of(config.format),
+        weight=weight_of(config.format, **rule),
+        act=act_of(config.format, **rule),
         grad=gradient_of(config.format, rounding=config.rounding, outer=config.grad_outer)
         if quantized
         else None,
@@ -72,6 +86,8 @@ def rollout(config: Config) -> SideSpec:
         "tiles_32x64": {"rows": 32 if config.tile_rows is None else config.tile_rows},
     }
     selection = residual.make(config.selection, **options.get(config.selection, {}))
-    second = residual_of(config.format, selection, order="quantize_first")
-    spec = MatmulSpec(weight=weight_of(config.format), act=act_of(config.format), residual=second)
+    rule = rule_of(config.format, config.scale_rule)
+    second = residual_of(config.format, selection, order="quantize_first", scale_rule=config.scale_rule)
+    weight, act = weight_of(config.format, **rule), act_of(config.format, **rule)
+    spec = MatmulSpec(weight=weight, act=act, residual=second)
     return side(config, spec)
