@@ -109,6 +109,8 @@ class ArmSection:
         set: `key.path=value`, after the sweep's.
         keys: instead of the sweep's; none takes those.
         baseline: the arm whose step its own is compared with, instead of the sweep's.
+        policy_of: an arm above it, whose final policies it evaluates as its own settings publish them; it
+            trains nothing. None trains.
         claim: printed beside the result.
         expect: the claim as the table decides it; all of it has to hold.
     """
@@ -118,6 +120,7 @@ class ArmSection:
     set: tuple[str, ...] = ()
     keys: tuple[int, ...] | None = None
     baseline: str | None = None
+    policy_of: str | None = None
     claim: str = ""
     expect: tuple[ExpectSection, ...] = ()
 
@@ -177,7 +180,11 @@ class SweepSection:
 
     def _require_known(self, arm: ArmSection, names: list[str]) -> None:
         """Refuses arms that are not there, and a factor that an arm sets itself."""
-        others = [("baseline", arm.baseline), *(("expect.arm", one.arm) for one in arm.expect)]
+        others = [
+            ("baseline", arm.baseline),
+            ("policy_of", arm.policy_of),
+            *(("expect.arm", one.arm) for one in arm.expect),
+        ]
         for what, other in others:
             if other is not None and other not in names:
                 raise ValueError(f"arm {arm.name!r}: {unknown_name(what, other, names)}")

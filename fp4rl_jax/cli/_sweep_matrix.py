@@ -44,6 +44,7 @@ class Cell:
         files, words: what `fp4rl train` would take as `--config` and `--set`.
         overrides: of the words those that are not every arm's.
         config: what files and words resolve to.
+        source: the run whose final policy this one evaluates, training nothing, or None.
     """
 
     group: Group
@@ -52,11 +53,17 @@ class Cell:
     words: tuple[str, ...]
     overrides: tuple[str, ...]
     config: Config
+    source: "Cell | None" = None
 
     @property
     def name(self) -> str:
         """The run's folder under the sweep's root."""
         return self.config.run.name
+
+    @property
+    def steps(self) -> int:
+        """The steps that it trains."""
+        return 0 if self.source else self.config.loop.steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +97,7 @@ def expand(sweep: SweepSection) -> tuple[Cell, ...]:
             raise ConfigError(
                 f"arms {other.group.arm!r} and {cell.group.arm!r} share the folder {cell.name!r}"
             )
-        other = seen.setdefault(_meaning(cell.config), cell)
+        other = seen.setdefault(_meaning(cell), cell)
         if other is not cell:
             raise ConfigError(
                 f"{other.name!r} and {cell.name!r} are the same configuration: expected arms, factors and"
@@ -102,11 +109,16 @@ def expand(sweep: SweepSection) -> tuple[Cell, ...]:
 def _cells(sweep: SweepSection) -> Iterator[Cell]:
     keys = [key for key, _ in sweep.factors.values]
     levels = [values for _, values in sweep.factors.values]
+    made: dict[tuple[Group, int], Cell] = {}
     for arm in sweep.arms:
         for chosen in itertools.product(*levels):
             factors = tuple(zip(keys, map(text, chosen), strict=True))
             for key in sweep.keys_of(arm):
-                yield _cell(sweep, arm, Group(arm=arm.name, factors=factors), key)
+                cell = _cell(sweep, arm, Group(arm=arm.name, factors=factors), key)
+                if arm.policy_of is not None:
+                    source = made.get((Group(arm=arm.policy_of, factors=factors), key))
+                    cell = dataclasses.replace(cell, source=_sound_source(source, cell, arm.policy_of))
+                yield made.setdefault((cell.group, key), cell)
 
 
 def _cell(sweep: SweepSection, arm: ArmSection, group: Group, key: int) -> Cell:
@@ -120,13 +132,29 @@ def _cell(sweep: SweepSection, arm: ArmSection, group: Group, key: int) -> Cell:
     except ConfigError as error:
         at = "".join(f", {name} = {value}" for name, value in group.factors)
         raise ConfigError(f"arm {arm.name!r}{at}: {error}") from error
-    overrides = (*arm.config, *arm.set, *factors, f"run.seed={key}")
+    policy = [] if arm.policy_of is None else [f"policy of {arm.policy_of}:"]
+    overrides = (*policy, *arm.config, *arm.set, *factors, f"run.seed={key}")
     return Cell(group=group, key=key, files=files, words=words, overrides=overrides, config=config)
 
 
-def _meaning(config: Config) -> str:
+def _sound_source(source: Cell | None, cell: Cell, arm: str) -> Cell:
+    """The run whose policy `cell` evaluates.
+
+    Raises:
+        ConfigError: there is none before it, it does not train either, or nothing is evaluated.
+    """
+    if source is None or source.source is not None:
+        expected = f"expected an arm above it that trains with key {cell.key}"
+        raise ConfigError(f"arm {cell.group.arm!r}: policy_of = {arm!r}: {expected}")
+    if not cell.config.eval.problems:
+        raise ConfigError(f"arm {cell.group.arm!r}: policy_of = {arm!r}, and eval.problems = 0")
+    return source
+
+
+def _meaning(cell: Cell) -> str:
     """What two runs of one meaning share: everything but the folder."""
-    plain = configs.as_dict(config)
+    plain = configs.as_dict(cell.config)
+    plain["policy_of"] = cell.source.name if cell.source else None
     plain["run"] = {key: value for key, value in plain["run"].items() if key != "name"}
     return json.dumps(plain, sort_keys=True)
 
@@ -144,7 +172,7 @@ def progress(cell: Cell) -> Progress:
         key, saved, now = changed[0]
         return Progress(state="other config", steps=done, difference=f"{key}: saved {saved!r}, now {now!r}")
     total = cell.config.loop.steps
-    finished = done >= total and (cell.config.eval.problems == 0 or total in evaluated)
+    finished = done >= cell.steps and (cell.config.eval.problems == 0 or total in evaluated)
     return Progress(state="done" if finished else "partial", steps=done)
 
 
@@ -153,7 +181,7 @@ def matrix(cells: Sequence[Cell]) -> str:
     rows = [("run", "state", "steps", "overrides")]
     for cell in cells:
         at = progress(cell)
-        steps = f"{at.steps}/{cell.config.loop.steps}"
+        steps = f"{at.steps}/{cell.steps}"
         why = f" ({at.difference})" if at.difference else ""
         rows.append((cell.name, at.state + why, steps, " ".join(cell.overrides)))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]

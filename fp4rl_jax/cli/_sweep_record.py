@@ -122,7 +122,7 @@ def _run(cell: Cell, data: RunData | None, sweep: SweepSection, failure: Failure
         "factors": dict(cell.group.factors),
         "state": at.state if failure is None else "failed",
         "steps": at.steps,
-        "total": cell.config.loop.steps,
+        "total": cell.steps,
         "message": at.difference if failure is None else f"exit code {failure.code}: {failure.message}",
     }
     if data is None:

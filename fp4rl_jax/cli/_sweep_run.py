@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from fp4rl_jax.cli import _failures, _sweep_matrix
+from fp4rl_jax.cli import _failures, _sweep_matrix, _sweep_policy
 from fp4rl_jax.cli._sweep_matrix import Cell
 from fp4rl_jax.cli.train import train
 from fp4rl_jax.config import as_dict
@@ -93,6 +93,8 @@ def _run_left(
 def _run(cell: Cell, stop: StopRequest, shown: "_Shown") -> int | Failure:
     """Runs one cell to its end or to a stop; its exit code, or why it failed."""
     try:
+        if cell.source is not None:
+            return _sweep_policy.evaluate(cell, cell.source, shown)
         return train(cell.config, stop=stop, progress=shown)
     except (*_failures.expected(), jax.errors.JaxRuntimeError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -135,8 +137,8 @@ class _Shown:
 
     def __init__(self, cells: Sequence[Cell]):
         self._names = [cell.name for cell in cells]
-        self._totals = [cell.config.loop.steps for cell in cells]
-        self._done = [min(_sweep_matrix.progress(cell).steps, cell.config.loop.steps) for cell in cells]
+        self._totals = [cell.steps for cell in cells]
+        self._done = [min(_sweep_matrix.progress(cell).steps, cell.steps) for cell in cells]
         mode = cells[0].config.run.progress
         self._shown = make_progress(mode, total=sum(self._totals), start=sum(self._done))
         self._before = 0

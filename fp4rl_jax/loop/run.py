@@ -5,8 +5,9 @@ apart, and reaches the same parameters: a checkpoint holds the whole state, and 
 from the root key and the step.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -204,18 +205,9 @@ def _evaluate(
         return None
     found = job.evaluate(state, parts)
     give_back()
-    estimate = found.mean_at_k()
-    values = {
-        "metric": "pass@1",
-        "value": estimate.value,
-        "low": estimate.low,
-        "high": estimate.high,
-        "count": len(found.items),
-    }
-    job.directory.write_eval(number, name, values)
+    job.directory.write_eval(number, name, found.record())
     progress.message(
-        f"pass@1 {name} step {number}: {estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}] "
-        f"on {len(found.items)} held-out problems"
+        f"pass@1 {name} step {number}: {found.mean_at_k()} on {len(found.items)} held-out problems"
     )
     return [float(score) for score in found.scores]
 

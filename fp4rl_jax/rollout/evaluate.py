@@ -91,6 +91,12 @@ class Evaluation:
         """pass@k for each k, unbiased, averaged over items."""
         return pass_curve(self.correct, ks, seed=seed)
 
+    def record(self) -> dict[str, Any]:
+        """pass@1 as a run's `evals.jsonl` has it (docs/RUNS.md), step and name apart."""
+        found = self.mean_at_k()
+        bounds = {"value": found.value, "low": found.low, "high": found.high}
+        return {"metric": "pass@1", **bounds, "count": len(self.items)}
+
     def mean_reward(self, *, seed: int = 0) -> Estimate:
         """Mean reward over items and samples, items resampled for the interval."""
         return bootstrap_mean(self.rewards.mean(axis=1), seed=seed)

@@ -235,3 +235,43 @@ def test_every_sweep_of_the_repository_resolves(path, monkeypatch):
         factors *= len(levels)
     assert len(cells) == factors * sum(len(sweep.keys_of(arm)) for arm in sweep.arms)
     assert all(arm.claim for arm in sweep.arms)
+
+
+POST_HOC = """
+[[arms]]
+name = "post_hoc"
+set = ["recipe.name=RECIPE"]
+policy_of = "bf16"
+"""
+
+
+def test_an_arm_can_evaluate_the_final_policy_of_another(tmp_path, capsys):
+    """As the same recipe publishes it, it is the other arm's own evaluation; in FP4 it is one, too."""
+    few = HEAD.replace("steps=3", 'steps=1", "eval.problems=4", "eval.batch_prompts=4')
+    same = POST_HOC.replace("RECIPE", "bf16")
+    fp4 = POST_HOC.replace("RECIPE", "naive_nvfp4").replace("post_hoc", "post_hoc_fp4")
+    statistics = POST_HOC.replace("RECIPE", "quads").replace("post_hoc", "calibrated")
+    words = ["sweep", sweep_file(tmp_path, few + BF16 + same + fp4 + statistics)]
+    assert cli.main(words) == exit_codes.ARM
+    assert "the rollout of 'quads' calibrates while it trains" in capsys.readouterr().out
+    runs = {run["arm"]: run for run in read_json(tmp_path / "runs" / "sweep.json")["runs"]}
+    assert [run["state"] for run in runs.values()] == ["done", "done", "done", "failed"]
+    assert runs["post_hoc"]["after"] == runs["bf16"]["after"] and runs["bf16"]["before"] is not None
+    assert (
+        runs["post_hoc_fp4"]["after"] is not None
+        and not (tmp_path / "runs/post_hoc-0/metrics.jsonl").exists()
+    )
+    assert (runs["post_hoc"]["steps"], runs["post_hoc"]["total"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (POST_HOC.replace("RECIPE", "bf16") + BF16, "expected an arm above it that trains with key 0"),
+        (BF16 + POST_HOC.replace("RECIPE", "bf16"), "policy_of = 'bf16', and eval.problems = 0"),
+        (BF16 + POST_HOC.replace('"bf16"', '"bf61"'), "unknown policy_of 'bf61'"),
+    ],
+)
+def test_a_policy_that_will_not_be_there_is_refused(text, message, tmp_path, capsys):
+    assert cli.main(["sweep", sweep_file(tmp_path, HEAD + text)]) == exit_codes.USAGE
+    assert message in capsys.readouterr().err
