@@ -147,6 +147,8 @@ class SweepSection:
         baseline: the arm whose step others are compared with.
         last: steps at a run's end whose mean reward is the table's.
         draw: metrics keys of the picture, a row of panels each.
+        batch_keys: "off", one run after another; "on", an arm's keys in one program, is refused: a key's
+            run would not be its own run's bits (docs/SWEEP.md).
         columns: further metrics keys of the table, medians over the steps; `*` means over all that match.
         arms: in the order in which they are run.
     """
@@ -162,6 +164,7 @@ class SweepSection:
     last: int = 20
     draw: tuple[str, ...] = ("reward_mean", "mismatch_kl")
     columns: tuple[str, ...] = ()
+    batch_keys: Literal["off", "on"] = "off"
     arms: tuple[ArmSection, ...]
 
     def __post_init__(self) -> None:

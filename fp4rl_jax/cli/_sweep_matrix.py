@@ -85,9 +85,14 @@ def expand(sweep: SweepSection) -> tuple[Cell, ...]:
     """Every run of a sweep, in the order in which they are run: arms, then factors, then keys.
 
     Raises:
-        ConfigError: a configuration refuses an override, two runs would be the same or share a folder,
-            or nothing names a model and a task; names the arm and the value.
+        ConfigError: `batch_keys` is on, a configuration refuses an override, two runs would be the same or
+            share a folder, or nothing names a model and a task; names the arm and the value.
     """
+    if sweep.batch_keys == "on":
+        raise ConfigError(
+            "batch_keys = 'on': an update of several keys in one program does not give each key the bits of"
+            " its own run, so it could not be resumed as one (docs/SWEEP.md): expected 'off'"
+        )
     cells = tuple(_cells(sweep))
     seen: dict[str, Cell] = {}
     folders: dict[str, Cell] = {}

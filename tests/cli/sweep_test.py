@@ -97,6 +97,7 @@ def test_the_dry_run_prints_the_matrix_and_starts_nothing(tmp_path, capsys):
         (HEAD + BF16 + EXPECT.replace("reward", "overhead").replace("}", ", value = 1}"), "no baseline"),
         (HEAD + BF16.replace("recipe.name=bf16", "run.seed=3"), "the sweep sets run.name, run.root"),
         (HEAD + "keys = [1, 1]\n" + BF16, "keys: 1 is there twice"),
+        (HEAD + 'batch_keys = "on"\n' + BF16, "batch_keys = 'on': an update of several keys in one program"),
         (HEAD + "arms = []", "arms: expected at least one"),
         ('title = "a"\nroot = "b"\n' + BF16, "nothing sets [model], nor [task]"),
     ],
