@@ -10,6 +10,7 @@ from fp4rl_jax.cli._sweep_matrix import Cell, progress
 from fp4rl_jax.cli._sweep_run import Failure
 from fp4rl_jax.configuring import build, to_plain
 from fp4rl_jax.runs.directory import CONFIG
+from fp4rl_jax.runs.errors import RecordError
 from fp4rl_jax.runs.files import read_json
 from fp4rl_jax.runs.report.data import RunData, load
 from fp4rl_jax.runs.report.evals import EvalPoint, pass_points
@@ -86,10 +87,12 @@ def parse(path: Path) -> SweepRecord:
     """The record that a file holds.
 
     Raises:
-        RecordError: it is missing or no JSON.
+        RecordError: it is missing, no JSON, or no record of a sweep.
         ConfigError: its sweep is not understood.
     """
     plain = read_json(path)
+    if not isinstance(plain, dict) or set(plain) != {"sweep", "made", "runs"}:
+        raise RecordError(f"{path} is no record of a sweep: expected the keys sweep, made and runs")
     return SweepRecord(
         sweep=build(SweepSection, plain["sweep"]),
         made=plain["made"],

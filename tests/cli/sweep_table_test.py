@@ -131,6 +131,12 @@ def test_a_record_makes_the_same_table_and_a_section_of_a_page(tmp_path, capsys)
     assert (tmp_path / "img" / "kept.png").stat().st_size > 10_000
 
 
+def test_a_file_that_is_no_record_is_refused(tmp_path, capsys):
+    (tmp_path / "x.json").write_text("{}")
+    assert cli.main(["sweep", str(tmp_path / "x.json")]) == 3
+    assert "x.json is no record of a sweep: expected the keys" in capsys.readouterr().err
+
+
 def test_a_page_that_is_not_there_is_refused(tmp_path, capsys):
     assert cli.main(["sweep", "x.toml", f"--page={tmp_path / 'none.md'}"]) == 2
     assert "none.md: no such file" in capsys.readouterr().err

@@ -246,6 +246,7 @@ policy_of = "bf16"
 """
 
 
+@pytest.mark.slow
 def test_an_arm_can_evaluate_the_final_policy_of_another(tmp_path, capsys):
     """As the same recipe publishes it, it is the other arm's own evaluation; in FP4 it is one, too."""
     few = HEAD.replace("steps=3", 'steps=1", "eval.problems=4", "eval.batch_prompts=4')
