@@ -294,7 +294,7 @@ class Builder:
         }
 
     def compile_tasks(self, state: TrainState) -> Sequence[Callable[[], object]]:
-        """Functions that compile the updates, the evaluation and the sampler of a run.
+        """Functions that compile a step's programs and the evaluation's.
 
         None on a mesh, or where guidance waits in host memory: those programs are compiled by their first
         call.
@@ -311,18 +311,20 @@ class Builder:
             side, seen = self.sides.rollout, shapes.calibration
             return abstract_published(shapes.params, config=self.model, side=side, calibration=seen)
 
-        def updates() -> None:
-            _, rollouts = self.lowered_sample(published())
+        def step() -> None:
+            """One after the other: an update's compilation takes more memory than all others together."""
+            sampler, rollouts = self.lowered_sample(published())
+            sampler.compile()
             compile_updates(
                 shapes, self.blank_batch(rollouts), jax.eval_shape(self._backbone(), shapes.frozen),
                 learner=self.learner,
             )  # fmt: skip
 
-        tasks: list[Callable[[], object]] = [updates]
+        tasks: list[Callable[[], object]] = [step]
         if evaluation is not None:
             items, key, evaluator = evaluation
             tasks.append(lambda: lower_evaluation(published(), items, key, evaluator=evaluator).compile())
-        return [*tasks, lambda: self.lowered_sample(published())[0].compile()]
+        return tasks
 
     def lowered_sample(self, published: Published) -> tuple[jax.stages.Lowered, Rollouts]:
         """The sampler's program of one round, and the shapes of its rollouts."""

@@ -187,9 +187,14 @@ def _make_parts(job: Job, number: int, state: TrainState) -> Any:
 
     All of it is done before anything runs, whose memory would come on top of a compiler's.
     """
+
+    def compile_one(task: Callable[[], object]) -> None:
+        task()
+        give_back()
+
     tasks = job.compile_tasks(state) if number < job.steps else ()
     with ThreadPoolExecutor(2, "compile") as pool:
-        compiled = [pool.submit(task) for task in tasks]
+        compiled = [pool.submit(compile_one, task) for task in tasks]
         parts = job.make_parts(state)
         for task in compiled:
             task.result()
