@@ -11,7 +11,7 @@ from fp4rl_jax import models
 from fp4rl_jax.ops.spec import MatmulSpec, Side, SiteSpecs
 from fp4rl_jax.parallel import Layout, MeshConfig, make_mesh
 from fp4rl_jax.quantizers import Quantizer
-from fp4rl_jax.rollout.publish import _publish
+from fp4rl_jax.rollout import abstract_published
 from fp4rl_jax.trainer import OptimConfig, TrainerConfig, abstract_state, plan
 
 DENSE = models.ModelConfig(
@@ -56,7 +56,7 @@ def test_published_leaves_lie_where_their_masters_do():
     where = layout(data=2, tensor=2, expert=2)
     rollout = side(MIXTURE, where, weight=Quantizer("nvfp4"))
     shapes = models.abstract_params(MIXTURE)
-    made = jax.eval_shape(lambda params: _publish(params, {}, MIXTURE, rollout)[0], shapes)
+    made = abstract_published(shapes, config=MIXTURE, side=rollout).params
     found = specs(models.params_shardings(made, MIXTURE, where))
     down = found["layers"]["moe"]["down"]
     assert down.packed == down.scales == PartitionSpec(None, "expert", "fsdp", "tensor")
