@@ -58,6 +58,7 @@ from fp4rl_jax.trainer import (
 )
 
 _score = jax.jit(score_batch, static_argnames="learner")
+_backbone = jax.jit(backbone, static_argnames=("model", "side"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,7 +167,7 @@ class Builder:
 
     def parts(self, data: Prompts, state: TrainState) -> Parts:
         """The parts of a step, for a run whose frozen parameters are those of `state`."""
-        base = self._backbone()(state.frozen)
+        base = _backbone(state.frozen, model=self.model, side=self.sides.trainer)
         publish = self.publisher(state)
         publish(state)  # compiles it here, beside the other programs
         return Parts(
@@ -183,9 +184,6 @@ class Builder:
             if calibrate.is_needed(self.sides.rollout)
             else None,
         )
-
-    def _backbone(self) -> Callable[[Any], Any]:
-        return jax.jit(partial(backbone, model=self.model, side=self.sides.trainer))
 
     def prepare(self, rollouts: Rollouts, rewards: Any, reference: Array | None) -> TrainBatch:
         """What the algorithm trains on."""
@@ -212,6 +210,8 @@ class Builder:
     def publisher(self, first: TrainState) -> Callable[[TrainState], Published]:
         """`publish` for the states of one run, whose frozen parameters, those of `first`, it does once."""
         parts, side = first.untrained, self.sides.trainer
+        if not parts:
+            return self.publish
         frozen = publish_frozen(parts, config=self.model, side=self.sides.rollout)
         below = None
         if "layers" in parts:
@@ -315,10 +315,8 @@ class Builder:
             """One after the other: an update's compilation takes more memory than all others together."""
             sampler, rollouts = self.lowered_sample(published())
             sampler.compile()
-            compile_updates(
-                shapes, self.blank_batch(rollouts), jax.eval_shape(self._backbone(), shapes.frozen),
-                learner=self.learner,
-            )  # fmt: skip
+            base = _backbone.eval_shape(shapes.frozen, model=self.model, side=self.sides.trainer)
+            compile_updates(shapes, self.blank_batch(rollouts), base, learner=self.learner)
 
         tasks: list[Callable[[], object]] = [step]
         if evaluation is not None:
