@@ -167,7 +167,7 @@ class Builder:
 
     def parts(self, data: Prompts, state: TrainState) -> Parts:
         """The parts of a step, for a run whose frozen parameters are those of `state`."""
-        base = _backbone(state.frozen, model=self.model, side=self.sides.trainer)
+        base = self.base(state)
         publish = self.publisher(state)
         publish(state)  # compiles it here, beside the other programs
         return Parts(
@@ -184,6 +184,10 @@ class Builder:
             if calibrate.is_needed(self.sides.rollout)
             else None,
         )
+
+    def base(self, state: TrainState) -> Any:
+        """The trainer's `backbone`, for a run whose frozen parameters are those of `state`."""
+        return _backbone(state.frozen, model=self.model, side=self.sides.trainer)
 
     def prepare(self, rollouts: Rollouts, rewards: Any, reference: Array | None) -> TrainBatch:
         """What the algorithm trains on."""

@@ -17,7 +17,7 @@ from fp4rl_jax.loop.supervised import SupervisedParts, negative_log_likelihood, 
 from fp4rl_jax.objectives.triage import TriageConfig
 from fp4rl_jax.parallel import constrain_whole
 from fp4rl_jax.runs import RunDirectory
-from fp4rl_jax.trainer import Learner, TrainState, backbone, join_layers
+from fp4rl_jax.trainer import Learner, TrainState, join_layers
 
 
 def job(config: Config, directory: RunDirectory, *, target: str) -> tuple[Job, _job.Builder]:
@@ -83,12 +83,11 @@ def _parts(made: _job.Builder, data: Prompts, state: TrainState) -> SupervisedPa
             completion_width=rollout.max_new_tokens,
         )
 
-    base = jax.jit(partial(backbone, model=made.model, side=made.sides.trainer))(state.frozen)
     return SupervisedParts(
         learner=made.learner,
         draw=draw,
         prompt_width=rollout.prompt_width,
-        base=base,
+        base=made.base(state),
         key=jax.random.fold_in(made.key, 1),
     )
 

@@ -131,9 +131,7 @@ def abstract_published(
 ) -> Published:
     """Shapes and dtypes (ShapeDtypeStruct) of what `publish` makes of arrays, or shapes, like these."""
     needed = _needed(calibration or {}, side)
-    fused, checksums, stats, scales, *_ = jax.eval_shape(
-        lambda tree, seen: _publish(tree, seen, None, config, side), params, needed
-    )
+    fused, checksums, stats, scales, *_ = _publish.eval_shape(params, needed, None, config, side)
     return _published(fused, jax.ShapeDtypeStruct((), jnp.int32), checksums, stats, scales)
 
 
