@@ -4,9 +4,9 @@
 
 `fp4rl train` on a random model (`--model`), its rollouts in NVFP4 W4A4, as processes of their own and without
 a compilation cache: one run of `--steps` steps, and one that stops after `--first` of them and is resumed.
-Both environments are those of `launch/env.sh`, with `deterministic` and without. Metrics (clocks left out)
-and every leaf of the last checkpoint are compared. The runs share the device, so nothing is timed: what the
-flags cost is `benchmarks/rl_step.py` with and without them in XLA_FLAGS.
+The environments are `launch/env.sh`, and `launch/deterministic.sh` after it. Metrics (clocks left out)
+and every leaf of the last checkpoint are compared. One run at a time has the device; nothing is timed: what
+the flags cost is `benchmarks/rl_step.py` with and without them in XLA_FLAGS.
 """
 
 import argparse
@@ -38,8 +38,8 @@ SHAPES = {
         "rollout.max_new_tokens=64", "loop.num_prompts=16", "loop.group_size=8",
     ],
 }  # fmt: skip
-#: Words of `launch/env.sh`.
-ENVIRONMENTS = {"deterministic": "deterministic", "free": ""}
+#: Files of `launch/`, sourced one after the other.
+ENVIRONMENTS = {"deterministic": ("env.sh", "deterministic.sh"), "free": ("env.sh",)}
 
 
 def words(options: argparse.Namespace, folder: Path, steps: int) -> list[str]:
@@ -50,14 +50,22 @@ def words(options: argparse.Namespace, folder: Path, steps: int) -> list[str]:
     ]  # fmt: skip
 
 
+def shell_of(environment: str, command: list[str]) -> tuple[str, dict[str, str]]:
+    """The shell line and the variables of a command in one of the environments."""
+    line = "; ".join(
+        (*(f". launch/{file}" for file in ENVIRONMENTS[environment]), f"exec {shlex.join(command)}")
+    )
+    bare = {key: value for key, value in os.environ.items() if key != "JAX_COMPILATION_CACHE_DIR"}
+    path = os.pathsep.join(filter(None, (str(ROOT), bare.get("PYTHONPATH"))))
+    return line, bare | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": path}
+
+
 def start(options: argparse.Namespace, environment: str, folder: Path, steps: int) -> subprocess.Popen:
-    """Starts `fp4rl train` up to a step, in an environment of `launch/env.sh`."""
+    """Starts `fp4rl train` up to a step, in one of the environments."""
     command = [sys.executable, "-m", "fp4rl_jax", "train", "--config", BASE]
     for word in words(options, folder, steps):
         command += ["--set", word]
-    line = f". launch/env.sh {ENVIRONMENTS[environment]}; exec {shlex.join(command)}"
-    bare = {key: value for key, value in os.environ.items() if key != "JAX_COMPILATION_CACHE_DIR"}
-    bare |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": str(ROOT)}
+    line, bare = shell_of(environment, command)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log").open("a") as log:
         return subprocess.Popen(["sh", "-c", line], cwd=ROOT, env=bare, stdout=log, stderr=log)
@@ -133,18 +141,11 @@ def main() -> None:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
         top = Path(temporary)
-        runs = [(name, part) for name in options.environments for part in ("whole", "parts")]
-        started = [
-            start(options, name, top / name / part, options.steps if part == "whole" else options.first)
-            for name, part in runs
-        ]
-        for process, (name, part) in zip(started, runs, strict=True):
-            finish(process, top / name / part)
-        folders = {name: top / name / "parts" for name in options.environments}
-        again = {name: start(options, name, folder, options.steps) for name, folder in folders.items()}
-        for name, folder in folders.items():
-            finish(again[name], folder)
-            record[name] = compared(options, top / name / "whole", folder)
+        for name in options.environments:
+            whole, parts = top / name / "whole", top / name / "parts"
+            for folder, steps in ((whole, options.steps), (parts, options.first), (parts, options.steps)):
+                finish(start(options, name, folder, steps), folder)
+            record[name] = compared(options, whole, parts)
             print(json.dumps({name: record[name]}), flush=True)
     record |= {"device": jax.devices()[0].device_kind, "seconds": round(time.perf_counter() - began, 1)}
     print(json.dumps(record, indent=2))

@@ -1,4 +1,5 @@
-# Environment of a run. Source it in the shell that starts one:  . launch/env.sh [deterministic]
+# Environment of a run. Source it in the shell that starts one:  . launch/env.sh
+# launch/deterministic.sh, sourced after it, makes runs on a GPU repeat bit for bit.
 #
 # Nothing in fp4rl_jax reads these variables as defaults of its own; XLA, NCCL and jax do, and the run
 # manifest records the ones that were set. Results do not depend on them, save where it says so.
@@ -16,13 +17,3 @@ export JAX_DEFAULT_MATMUL_PRECISION="${JAX_DEFAULT_MATMUL_PRECISION:-highest}"
 # unusable for every other program.
 export NCCL_NVLS_ENABLE=0
 export NVSHMEM_DISABLE_NVLS=1
-
-# --- determinism ----------------------------------------------------------------------------------
-# `. launch/env.sh deterministic` makes two runs of one configuration equal bit for bit on a GPU:
-# no atomics, no autotuned choice of algorithm, one order of collectives. It costs speed. (On CPU a
-# run repeats exactly without it.)
-if [ "${1:-}" = deterministic ]; then
-    export XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
-    export NCCL_ALGO=Ring
-    export NCCL_PROTO=Simple
-fi

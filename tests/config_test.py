@@ -41,11 +41,18 @@ GAPS = [
 
 @pytest.mark.parametrize(("overrides", "expected"), GAPS)
 def test_a_declared_engine_gap_becomes_settings(overrides, expected, tmp_path) -> None:
-    """Dtype of trainer and rollout, and the trainer's rows; the resolved configuration loads as itself."""
+    """Dtypes, the trainer's rows, one engine of attention; what is resolved loads as itself."""
     found = config.load([], ["loop.group_size=8", *overrides])
+    declared = any(word.startswith("engine_gap") for word in overrides)
+    assert found.ops.fused_attention == ("never" if declared else "auto")
     assert (found.trainer.dtype, found.rollout.dtype, found.trainer.microbatch_rows) == expected
     (tmp_path / "config.json").write_text(config.dump(found))
     assert config.load([str(tmp_path / "config.json")]) == found
+
+
+def test_kernels_that_are_asked_for_stay_under_a_declared_gap() -> None:
+    found = config.load([], ["engine_gap=none", "ops.fused_attention=auto"])
+    assert found.ops.fused_attention == "auto"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +67,7 @@ def test_a_declared_engine_gap_becomes_settings(overrides, expected, tmp_path) -
 )
 def test_an_undeclared_engine_gap_is_what_the_settings_make(overrides, gap, tmp_path) -> None:
     found = config.load([], ["loop.group_size=8", *overrides])
-    assert found.engine_gap == gap
+    assert (found.engine_gap, found.ops.fused_attention) == (gap, "auto")
     (tmp_path / "config.json").write_text(config.dump(found))
     assert config.load([str(tmp_path / "config.json")]) == found
 

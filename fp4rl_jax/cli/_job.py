@@ -84,10 +84,14 @@ def sides(config: Config, model: models.ModelConfig, layout: Layout | None = Non
     trainer, rollout = config.recipe.trainer, config.recipe.rollout
     ours = trainer.module.trainer(trainer.config)
     theirs = rollout.module.rollout(rollout.config)
-    order, replay = config.ops.order, config.moe.replay
     config.moe.require(model)
     specs, other = ours.resolve(names), theirs.resolve(names)
-    common: dict[str, Any] = {"order": order, "replay": replay, "layout": layout}
+    common: dict[str, Any] = {
+        "order": config.ops.order,
+        "fused_attention": config.ops.fused_attention,
+        "replay": config.moe.replay,
+        "layout": layout,
+    }
     found = Sides(
         trainer=Side(specs=specs, dtype=config.trainer.dtype, kv=ours.kv, **common),
         rollout=Side(specs=other, dtype=config.rollout.dtype, kv=theirs.kv, **common),

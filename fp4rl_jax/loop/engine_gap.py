@@ -2,7 +2,8 @@
 
 With one engine on both sides equal quantizers win trivially; what the methods are for is engines that
 differ. A declared gap is resolved into the sides' settings where the configuration does not say them, and
-settings that contradict it are refused. Where none is declared, it is what the settings make it.
+settings that contradict it are refused. That it be the only gap, both sides then take the compiler's dots
+for attention. Where none is declared, it is what the settings make it.
 """
 
 import dataclasses
@@ -28,6 +29,9 @@ def resolved(config: Any, given: Mapping[str, Any]) -> Any:
     """
     if "engine_gap" not in given:
         return dataclasses.replace(config, engine_gap=_found(config))
+    if "fused_attention" not in given.get("ops", {}):
+        # a GPU's kernels for a block of queries and for one token round differently: a gap of their own
+        config = dataclasses.replace(config, ops=dataclasses.replace(config.ops, fused_attention="never"))
     if config.engine_gap == "dtype":
         for side, dtype in DTYPES.items():
             if "dtype" not in given.get(side, {}):

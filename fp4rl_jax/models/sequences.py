@@ -14,7 +14,8 @@ from fp4rl_jax import ops
 from fp4rl_jax.arrays import Array
 from fp4rl_jax.models.kv import KV, Cached, decoded, write
 from fp4rl_jax.ops import machine
-from fp4rl_jax.ops.spec import Order, Side
+from fp4rl_jax.ops.segments import Span
+from fp4rl_jax.ops.spec import Side
 
 
 def positions_of(token_mask: Array) -> Array:
@@ -40,15 +41,15 @@ class BlockAttention:
     prefix_mask: Array | None  # [B, T, S] bool
     own_mask: Array  # [B, T, T] bool
     scale: float
-    order: Order
+    side: Side
 
     def __call__(self, q: Array, cached: Cached, *, extra: Any, state: Any) -> tuple[Array, Any, Any]:
         own = ops.Segment(*cached.by_head(), self.own_mask)
         if self.prefix_mask is None:
-            out = ops.attention(q, segments=(own,), scale=self.scale, order=self.order, span="causal")
+            out = _attention(q, (own,), self.scale, self.side, span="causal")
         else:
             segments = (_segment(extra, self.prefix_mask, q.dtype), own)
-            out = _after_prompt(q, segments, scale=self.scale, order=self.order)
+            out = _after_prompt(q, segments, self.scale, self.side)
         return out, cached.stored(), state
 
 
@@ -60,7 +61,7 @@ class CacheAttention:
     cache_mask: Array  # [B, T, cache width] bool
     column: Array  # [] int32
     scale: float
-    order: Order
+    side: Side
 
     def __call__(self, q: Array, cached: Cached, *, extra: Any, state: Any) -> tuple[Array, Any, Any]:
         prefix, index = extra
@@ -69,7 +70,7 @@ class CacheAttention:
         segments = (_segment(own, self.cache_mask, q.dtype),)
         if self.prefix_mask is not None:
             segments = (_segment(prefix, self.prefix_mask, q.dtype), *segments)
-        out = ops.attention(q, segments=segments, scale=self.scale, order=self.order)
+        out = _attention(q, segments, self.scale, self.side)
         return out, None, state
 
 
@@ -110,7 +111,7 @@ class GroupAttention:
     prefix_mask: Array  # [B, T, Tp] bool
     own_mask: Array  # [B, T, T] bool
     scale: float
-    order: Order
+    side: Side
 
     def __call__(self, q: Array, cached: Cached, *, extra: Any, state: Any) -> tuple[Array, Any, Any]:
         width = self.prompt_mask.shape[1]
@@ -118,11 +119,11 @@ class GroupAttention:
         (qp, qc), *keys_values = (_part(x, width, rows, block) for x in (q, *cached.by_token()))
         (kp, kc), (vp, vc) = (tuple(map(ops.by_head, parts)) for parts in keys_values)
         own = ops.Segment(kp, vp, self.prompt_mask)
-        prompt = ops.attention(qp, segments=(own,), scale=self.scale, order=self.order, span="causal")
+        prompt = _attention(qp, (own,), self.scale, self.side, span="causal")
         if block == 0:
             return prompt, None, state
         segments = (ops.Segment(kp, vp, self.prefix_mask), ops.Segment(kc, vc, self.own_mask))
-        out = _after_prompt(qc, segments, scale=self.scale, order=self.order)
+        out = _after_prompt(qc, segments, self.scale, self.side)
         out = out.reshape(prompt.shape[0], -1, *out.shape[2:])
         return jnp.concatenate([prompt, out], axis=1), None, state
 
@@ -136,7 +137,16 @@ def _segment(cached: KV, mask: Array, dtype: jnp.dtype) -> ops.Segment:
     return ops.Segment(decoded(cached.k, dtype), decoded(cached.v, dtype), mask)
 
 
-def _after_prompt(q: Array, segments: tuple[ops.Segment, ...], *, scale: float, order: Order) -> Array:
+def _attention(
+    q: Array, segments: tuple[ops.Segment, ...], scale: float, side: Side, span: Span = "any"
+) -> Array:
+    """`ops.attention` as the side has it."""
+    return ops.attention(
+        q, segments=segments, scale=scale, order=side.order, span=span, fused=side.fused_attention
+    )
+
+
+def _after_prompt(q: Array, segments: tuple[ops.Segment, ...], scale: float, side: Side) -> Array:
     """Attention of completion tokens, [B, T, H, C], over segments with masks [B, T, S].
 
     On a CPU one query column at a time: the dots then have the shapes of the sampler's, whose bits
@@ -145,11 +155,11 @@ def _after_prompt(q: Array, segments: tuple[ops.Segment, ...], *, scale: float, 
     """
 
     if machine.current().platform != "cpu" or q.shape[1] == 1:
-        return ops.attention(q, segments=segments, scale=scale, order=order, span="causal")
+        return _attention(q, segments, scale, side, span="causal")
 
     def attend(q: Array, *masks: Array) -> Array:
         seen = tuple(s._replace(mask=mask) for s, mask in zip(segments, masks, strict=True))
-        return ops.attention(q, segments=seen, scale=scale, order=order)
+        return _attention(q, seen, scale, side)
 
     masks = [segment.mask for segment in segments]
     columns = [jnp.moveaxis(x, 1, 0)[:, :, None] for x in (q, *masks)]

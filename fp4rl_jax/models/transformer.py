@@ -162,12 +162,12 @@ def forward(
         own = causal(width, width)[None] & token_mask[:, None, :]
         if segments is not None:
             own &= segments[:, :, None] == segments[:, None, :]
-        attend = BlockAttention(seen, own, scale, side.order)
+        attend = BlockAttention(seen, own, scale, side)
         extra = prefix
     else:
         column = jnp.asarray(cache_index, jnp.int32)
         own = jnp.broadcast_to(causal(width, cache.k.shape[3], column), (rows, width, cache.k.shape[3]))
-        attend = CacheAttention(seen, own, column, scale, side.order)
+        attend = CacheAttention(seen, own, column, scale, side)
         extra = (prefix, jnp.arange(config.num_layers))
     run = Run(
         attend,
@@ -274,7 +274,7 @@ def forward_groups(
         prefix_mask=over_rows(prompt_mask, rows, block),
         own_mask=causal(block, block)[None] & completion_mask[:, None, :],
         scale=config.head_dim**-0.5,
-        order=side.order,
+        side=side,
     )
     turns = rope.rotations(pack(positions_of(prompt_mask), after), config, order=side.order)
     run = Run(attend, Tokens(*turns, mask), config, side, stats, remat, watch)

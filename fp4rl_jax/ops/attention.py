@@ -15,7 +15,7 @@ from fp4rl_jax.ops.attention_fixed import attention_fixed
 from fp4rl_jax.ops.operands import BFLOAT16, FLOAT32
 from fp4rl_jax.ops.rounding import round_to, settle
 from fp4rl_jax.ops.segments import Segment, Span, by_head
-from fp4rl_jax.ops.spec import Order
+from fp4rl_jax.ops.spec import Fused, Order
 
 
 def attention(
@@ -28,6 +28,7 @@ def attention(
     scale: float,
     order: Order = "free",
     span: Span = "any",
+    fused: Fused = "auto",
 ) -> Array:
     """Softmax attention with grouped queries.
 
@@ -39,6 +40,7 @@ def attention(
         scale: multiplies the scores.
         order: "fixed" makes a query's result independent of the other queries (CPU).
         span: "causal" says that the masks show no query a later column; they still say all that is seen.
+        fused: "auto" takes cuDNN's kernel where it fits; "never" the compiler's dots.
 
     Returns:
         [B, T, H, C] in q's dtype; zeros where a query sees no key.
@@ -52,7 +54,7 @@ def attention(
         _check(q, segment)
     if order == "fixed":
         return attention_fixed(q, segments, scale)
-    if attention_cudnn.refusal(q, segments, machines.current()) is None:
+    if fused == "auto" and attention_cudnn.refusal(q, segments, machines.current()) is None:
         return attention_cudnn.attention_cudnn(q, segments, scale, span)
     scores = [_scores(q, segment, scale) for segment in segments]  # each [B, K, G, T, S]
     highest = jnp.max(jnp.stack([s.max(axis=-1) for s in scores]), axis=0)

@@ -23,6 +23,8 @@ def decode_refusal(
         rows, prompts: B and P. heads: H and K. head_dim: C.
         columns: of the prompt's segment and of the rows' own.
     """
+    if side.fused_attention == "never":
+        return 'ops.fused_attention is "never"'
     if side.kv is not None:
         return f"the cache is quantized ({side.kv.fmt.name})"
     layout = side.layout

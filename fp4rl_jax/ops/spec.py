@@ -17,6 +17,7 @@ from fp4rl_jax.quantizers.residual import Correction
 
 Backward = Literal["requantized", "reused", "dequantized", "high_precision"]
 Order = Literal["free", "fixed"]
+Fused = Literal["auto", "never"]
 Rotation = Literal["none", "hadamard16"]
 Replay = Literal["off", "measure", "on"]
 Form = Literal["full", "compact"]
@@ -269,6 +270,7 @@ class Side:
             router scores, logits and accumulators are float32 on both.
         order: "free" (fastest) or "fixed" (a row's result does not depend on the other rows or
             on how many there are).
+        fused_attention: "auto" takes a fused kernel where the machine has one, "never" the compiler's dots.
         kv: quantizer of the KV cache, or None. A static outer scale is the published version's, one for
             each layer and KV head; a call that is given none takes one a token and head.
         replay: of a mixture's routing. The rollout side records its experts unless "off"; the trainer
@@ -279,6 +281,7 @@ class Side:
     specs: SiteSpecs
     dtype: str = "bfloat16"
     order: Order = "free"
+    fused_attention: Fused = "auto"
     kv: Quantizer | None = None
     replay: Replay = "off"
     layout: Layout | None = None

@@ -8,6 +8,7 @@ import pytest
 from fp4rl_jax import ops
 from fp4rl_jax.ops import attention_cudnn
 from fp4rl_jax.ops.machine import Machine
+from fp4rl_jax.ops.spec import Side
 
 
 def oracle(q, segments, scale: float) -> np.ndarray:
@@ -118,6 +119,24 @@ def test_cudnn_is_chosen_by_static_facts(change, says) -> None:
     segment = ops.Segment(k, k, jax.ShapeDtypeStruct((2, t, t), bool))  # pyright: ignore[reportArgumentType]
     reason = attention_cudnn.refusal(q, (segment,), facts["machine"])  # pyright: ignore[reportArgumentType]
     assert reason is None if says is None else says in reason
+
+
+@pytest.mark.parametrize(("fused", "taken"), [("auto", True), ("never", False)])
+def test_the_fused_kernel_is_left_where_the_side_says_so(fused, taken, rng, monkeypatch) -> None:
+    """On a machine whose kernel takes every call."""
+    calls = []
+    monkeypatch.setattr(attention_cudnn, "refusal", lambda *facts: None)
+    monkeypatch.setattr(attention_cudnn, "attention_cudnn", lambda q, *rest: calls.append(rest) or q)
+    q, segments = case(rng)
+    out = ops.attention(q, segments=segments, scale=0.3, fused=fused)
+    assert bool(calls) == taken
+    assert taken or np.abs(np.asarray(out) - oracle(q, segments, 0.3)).max() < 1e-5
+
+
+def test_decoding_in_place_is_left_where_the_side_says_so() -> None:
+    side = Side(specs=ops.SideSpec().resolve(()), fused_attention="never")
+    reason = ops.decode_refusal(side, rows=8, prompts=2, heads=(6, 2), head_dim=64, columns=(64, 64))
+    assert reason == 'ops.fused_attention is "never"'
 
 
 def test_segments_that_do_not_fit_are_named(rng: np.random.Generator) -> None:
