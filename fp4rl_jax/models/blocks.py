@@ -165,11 +165,19 @@ class SiteCalls:
             self.found[site] = input_stats(x, weight, self.stats[site], mask=mask)
         elif not isinstance(self.stats, str):
             self.found[site] = self.stats(site, x, weight, spec, mask=mask, hint=hint)
+        elif (kept := self._kept(x, spec, mask=mask, hint=hint)) is not None:
+            self.found[site] = kept
         elif self.stats != "off":
             self.found[site] = site_stats(
                 x, weight, spec, mask=mask, stats=self.stats, key=self._key(site), hint=hint
             )
         return spec
+
+    def _kept(self, x: Array, spec: MatmulSpec, *, mask: Array, hint: PyTree) -> ops.Kept | None:
+        """The site's sampled tokens where all layers are counted at once; on one device, without a hint."""
+        if self.stats != "sampled" or spec.act is None or hint is not None or self.side.layout is not None:
+            return None
+        return ops.keep(x, ops.unguided(spec.act), mask=mask)
 
 
 def site_stats(

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from fp4rl_jax import ops
 from fp4rl_jax.arrays import Array, PyTree
 from fp4rl_jax.models import guidance
 from fp4rl_jax.models.blocks import Attend, SiteCalls, Stats, Tokens, layer
@@ -142,15 +143,15 @@ def run_layers(
     joined = jax.tree.map(lambda *parts: parts[0] if len(parts) == 1 else jnp.concatenate(parts), *kept)
     if not isinstance(run.stats, str):
         return carry[0], carry[1], joined, jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats)
-    return carry[0], carry[1], joined, _together(stats)
+    return carry[0], carry[1], joined, _together(stats, run.side)
 
 
-def _together(parts: list[PyTree]) -> PyTree:
+def _together(parts: list[PyTree], side: Side) -> PyTree:
     """{site: {operand: sums}} over the layers of all pieces.
 
     A piece whose weights came prepared has not counted them.
     """
-    parts = [jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), part) for part in parts]
+    parts = [jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), part) for part in _counted(parts, side)]
     total: dict[str, dict[str, PyTree]] = {}
     for part in parts:
         for site, operands in part.items():
@@ -158,3 +159,22 @@ def _together(parts: list[PyTree]) -> PyTree:
             for operand, sums in operands.items():
                 found[operand] = add_sums(found[operand], sums) if operand in found else sums
     return total
+
+
+def _counted(parts: list[PyTree], side: Side) -> list[PyTree]:
+    """The parts, with the sites that kept their tokens, [layers, m, K], counted over all parts at once."""
+    kept: dict[str, list[ops.Kept]] = {}
+    rest = [
+        {site: found for site, found in part.items() if not isinstance(found, ops.Kept)} for part in parts
+    ]
+    for part in parts:
+        for site, found in part.items():
+            if isinstance(found, ops.Kept):
+                kept.setdefault(site, []).append(found)
+    sums = {}
+    for site, found in kept.items():
+        act = side.specs[site].act
+        assert act is not None  # or nothing was kept
+        every = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *found)
+        sums[site] = {"act": ops.kept_stats(every, ops.unguided(act))}
+    return [*rest, jax.tree.map(lambda leaf: leaf[None], sums)]

@@ -21,12 +21,22 @@ from fp4rl_jax.ops.report import SiteReport, report
 from fp4rl_jax.ops.rounding import pointwise
 from fp4rl_jax.ops.segments import Segment, by_head
 from fp4rl_jax.ops.spec import HIGH_PRECISION, Capture, MatmulSpec, Side, SideSpec, SiteSpecs
-from fp4rl_jax.ops.stats import Stats, act_stats, error_shares, guided_stats, quant_stats
+from fp4rl_jax.ops.stats import (
+    Kept,
+    Stats,
+    act_stats,
+    error_shares,
+    guided_stats,
+    keep,
+    kept_stats,
+    quant_stats,
+)
 
 __all__ = [
     "HIGH_PRECISION",
     "Calibrated",
     "Capture",
+    "Kept",
     "MatmulSpec",
     "Packed",
     "Prepared",
@@ -47,6 +57,8 @@ __all__ = [
     "grouped_matmul",
     "guided_stats",
     "holds",
+    "keep",
+    "kept_stats",
     "matmul",
     "pack_weight",
     "pointwise",

@@ -1,15 +1,17 @@
 """What a quantization did to its input, counted: underflow, saturation, dead blocks."""
 
+import math
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
 from fp4rl_jax.arrays import Array, as_rows
 from fp4rl_jax.objectives.means import Sums
 from fp4rl_jax.qtensor import QTensor
-from fp4rl_jax.quantizers import Hint, Quantizer
+from fp4rl_jax.quantizers import Hint, Quantizer, Stochastic
 from fp4rl_jax.quantizers.error_split import error_split
 from fp4rl_jax.quantizers.guidance import agreement
 
@@ -20,6 +22,46 @@ Stats = Literal["off", "sampled", "on"]
 #: Of the tokens of a call, in the order of its rows, every how manieth "sampled" counts. A prime, so that
 #: it does not keep hitting the same column of a batch.
 TOKEN_STRIDE = 13
+
+#: Sampled tokens of a call up to which every layer keeps them, to be counted at once for all layers.
+MOST_KEPT = 128
+
+
+@struct.dataclass
+class Kept:
+    """Tokens of one site that are counted later.
+
+    Attributes:
+        x: [..., K] activations before they are quantized.
+        mask: [...] bool, True on real tokens.
+    """
+
+    x: Array
+    mask: Array
+
+
+def keep(x: Array, quantizer: Quantizer, *, mask: Array) -> Kept | None:
+    """The tokens that `act_stats` counts with "sampled"; None where it has to count them itself.
+
+    Counting takes some twenty operations on a few rows. Where a call has few tokens (a decode step) they
+    take longer layer by layer than once for all layers, in `kept_stats`.
+
+    Args:
+        x: [..., K] activations. quantizer: of the activations. mask: [...] bool.
+    """
+    tokens = math.prod(x.shape[:-1])
+    alone = _by_token(quantizer) and not isinstance(quantizer.rounding, Stochastic)
+    if not alone or tokens > MOST_KEPT * TOKEN_STRIDE:
+        return None
+    x, mask, _ = _counted(x, quantizer, mask, None, stats="sampled")
+    return Kept(x=x, mask=mask)
+
+
+def kept_stats(kept: Kept, quantizer: Quantizer) -> dict[str, Sums]:
+    """What `act_stats` finds in the kept tokens of all layers: x [..., K], mask [...]. The counts are exact,
+    so it is the sum of what it would have found layer by layer."""
+    seen, q = quantizer.seen(kept.x), quantizer.quantize(kept.x, axis=-1)
+    return quant_stats(seen, q, mask=kept.mask)
 
 
 def quant_stats(x: Array, q: QTensor, *, mask: Array | None = None) -> dict[str, Sums]:

@@ -64,6 +64,26 @@ def test_statistics_count_real_tokens_and_every_weight(rng):
     assert int(weights["zero_scale"].count) == 3 * 32 * 3 - 1
 
 
+def test_sampled_tokens_counted_for_all_layers_at_once_are_those_of_each_layer(rng, monkeypatch):
+    """Two pieces of layers; one token in thirteen, the last of them padding."""
+    config = TINY["llama"]
+    fused = models.fuse(random_params(config, rng))
+    tokens, mask = ragged_batch(rng, config, prompts=3, group=2, prompt_width=5, width=8)
+    side = side_of(config, order="free")
+    found = {}
+    for most in (0, ops.stats.MOST_KEPT):
+        monkeypatch.setattr(ops.stats, "MOST_KEPT", most)
+        call = score(config, side, stats="sampled", trainable_from=1)  # a jit of its own
+        found[most] = jax.device_get(call(fused, tokens, mask).stats)
+        jax.clear_caches()
+    by_layer, at_once = found.values()
+    assert set(by_layer) == set(models.sites(config))
+    assert jax.tree.structure(by_layer) == jax.tree.structure(at_once)
+    for ours, theirs in zip(jax.tree.leaves(by_layer), jax.tree.leaves(at_once), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert 0 < float(at_once["mlp/down"]["act"]["underflow"].total)
+
+
 def test_pieces_of_the_layers_add_what_each_has_counted():
     """Two layers whose weights came prepared, and one that counts its own."""
 
@@ -73,7 +93,7 @@ def test_pieces_of_the_layers_add_what_each_has_counted():
 
     below = {"mlp/down": {"act": sums((2, 8), (1, 8))}, "attn/out": {}}
     above = {"mlp/down": {"act": sums((4, 8)), "weight": sums((3, 9))}, "attn/out": {}}
-    total = stack._together([below, above])
+    total = stack._together([below, above], side_of(TINY["llama"]))
     assert total["attn/out"] == {} and set(total["mlp/down"]) == {"act", "weight"}
     found = {name: (float(s.total), int(s.count)) for name, s in total["mlp/down"].items()}
     assert found == {"act": (7.0, 24), "weight": (3.0, 9)}
