@@ -128,7 +128,8 @@ def validate(config: Config) -> None:
     with checking("algorithm"):
         plugin.module.validate(plugin.config, group_size=config.loop.group_size)
     if config.model.path is None:
-        config.moe.require(config.model.shape)
+        with checking(""):
+            config.moe.require(config.model.shape)
         with checking("recipe"):
             for side, plugin in (("trainer", config.recipe.trainer), ("rollout", config.recipe.rollout)):
                 getattr(plugin.module, side)(plugin.config).resolve(sites(config.model.shape))

@@ -144,6 +144,7 @@ def test_equal_configs_trace_once() -> None:
         ("trainer.optim.rl=1", "unknown config key 'trainer.optim.rl': did you mean 'trainer.optim.lr'?"),
         ("rollout.temperature=0", "rollout: temperature = 0.0 is greedy decoding"),
         ("rollout.top_k=20", "rollout: top_k = 20"),
+        ("moe.replay=on", "moe.replay = 'on', moe.balance_coef = 0.0: the model has no experts"),
         ("mesh.data=0", "mesh: mesh axis 'data' must be at least 1, or -1 for the rest, got 0"),
         ("mesh.context=2", "mesh: context = 2: attention over a sequence split along time does not exist"),
         ("mesh.fsdp=3", "loop.group_size = 8 rows do not divide over data * fsdp = 3 devices"),

@@ -44,6 +44,8 @@ def upcycle(
     """
     if config.num_experts:
         raise ValueError(f"the model has {config.num_experts} experts already")
+    if num_experts < 1:
+        raise ValueError(f"num_experts is {num_experts}, expected at least 1")
     if config.family not in SPARSE:
         raise ValueError(
             f"family {config.family!r} cannot be upcycled: no released mixture has its attention "

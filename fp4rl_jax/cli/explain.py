@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def explain(config: "Config") -> str:
-    """Sites times sides, the reasons, and both lists of what stays unquantized with their difference.
+    """Sites times sides, cache and guidance, the reasons, and what either side leaves unquantized.
 
     Raises:
         ValueError: a recipe does not fit the model, or the model's own configuration is not understood.
@@ -43,6 +43,7 @@ def explain(config: "Config") -> str:
         f"Model: {models.num_parameters(model):,} parameters, {model.family}, {model.num_layers} layers": "",
         "Loss": _loss(config),
         "Sites": precision.table(sides.trainer, sides.rollout, model),
+        "KV cache and guidance": precision.recorded(sides.trainer, sides.rollout, model),
         "Implementations, and why not one before them": precision.reasons(
             {"trainer": sides.trainer, "rollout": sides.rollout}, model
         ),

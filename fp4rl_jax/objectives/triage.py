@@ -49,6 +49,12 @@ def _require_at_least_one(section: str, **fields: int) -> None:
             raise ValueError(f"triage.{section}.{name} is {value}, expected at least 1")
 
 
+def _require_finite(section: str, **fields: float) -> None:
+    for name, value in fields.items():
+        if not math.isfinite(value):
+            raise ValueError(f"triage.{section}.{name} is {value}, expected a finite number of nats")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GateConfig:
     """The Gate; the numbers are the published ones.
@@ -82,6 +88,7 @@ class GateConfig:
         check_name("triage.gate.scope", self.scope, ("off", "q3", "segment"))
         check_name("triage.gate.reduction", self.reduction, ("update", "response", "algorithm"))
         _require_at_least_one("gate", segment=self.segment, tail_count=self.tail_count)
+        _require_finite("gate", mild=self.mild, strong=self.strong, tail=self.tail)
         for name in ("mild_weight", "strong_weight", "tail_weight"):
             value = getattr(self, name)
             if not 0 < value <= 1:
@@ -111,6 +118,7 @@ class RepairConfig:
     def __post_init__(self) -> None:
         check_name("triage.repair.scope", self.scope, ("off", "adv_positive", "all"))
         _require_at_least_one("repair", segment=self.segment)
+        _require_finite("repair", threshold=self.threshold)
         for name in ("coef", "beta_squared"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):

@@ -11,7 +11,7 @@ from fp4rl_jax.ops import machine as machines
 from fp4rl_jax.ops.machine import Machine
 from fp4rl_jax.ops.operands import operand_dtype
 from fp4rl_jax.ops.spec import MatmulSpec, Side
-from fp4rl_jax.quantizers import Quantizer
+from fp4rl_jax.quantizers import Nearest, Quantizer
 
 #: What `SiteReport.precision` can say.
 NATIVE, EMULATED, REFERENCE = "native", "emulated-exact", "reference"
@@ -25,7 +25,7 @@ class SiteReport:
         site: its name.
         weight, act, grad: formats of the operands (the activation's with its residual or smoothing);
             the side's dtype where unquantized, "-" where a gradient is not quantized.
-        backward: the backward mode of the spec.
+        backward: the backward mode of the spec, and how the weight gradient's operands are rotated.
         precision: "native" (the hardware multiplies the elements as they are stored),
             "emulated-exact" (exactly decoded operands in a wider dtype, float32 accumulation, outer
             scales after it: equal to the native product up to the order of the sum) or "reference"
@@ -99,7 +99,7 @@ def _site(name: str, spec: MatmulSpec, side: Side, machine: Machine) -> SiteRepo
         weight=_format(spec.weight, side.dtype),
         act=_activation(spec, side.dtype),
         grad=_format(spec.grad, "-"),
-        backward=spec.backward,
+        backward=spec.backward if spec.rotation == "none" else f"{spec.backward}, {spec.rotation}",
         precision=_precision(quantized, choice, side.dtype == dtype),
         dtype=dtype,
         impl=choice.impl.name,
@@ -125,11 +125,17 @@ def _activation(spec: MatmulSpec, dtype: str) -> str:
     return " + ".join(parts)
 
 
+def cache(side: Side) -> str:
+    """The format of a side's keys and values, as a site's cell says it; "-" where they are not quantized."""
+    return _format(side.kv, "-")
+
+
 def _format(quantizer: Quantizer | None, otherwise: str) -> str:
-    """`nvfp4(outer=row)`: the format's name and every option that is not its default."""
+    """`nvfp4(outer=row)`: the format's name, and whatever of it and of the quantizer is not the default."""
     if quantizer is None:
         return otherwise
     values = {f.name: (getattr(quantizer.fmt, f.name), f.default) for f in dataclasses.fields(quantizer.fmt)}
     options = [f"{name}={value}" for name, (value, default) in values.items() if value != default]
     options += [quantizer.rotation] if quantizer.rotation != "none" else []
+    options += [] if isinstance(quantizer.rounding, Nearest) else [type(quantizer.rounding).__name__.lower()]
     return quantizer.fmt.name + (f"({', '.join(options)})" if options else "")

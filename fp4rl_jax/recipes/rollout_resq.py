@@ -20,6 +20,9 @@ from fp4rl_jax.recipes._parts import (
     weight_of,
 )
 
+#: The backward modes whose matmuls take quantized gradients.
+QUANTIZED_GRADIENTS = ("requantized", "reused")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(SiteConfig):
@@ -61,11 +64,18 @@ class Config(SiteConfig):
                 raise ValueError(
                     f"{field} = {value!r} is for selection = {owner!r}, got selection = {self.selection!r}"
                 )
+        for field, plain in (("rounding", "nearest"), ("grad_outer", "none")):
+            value = getattr(self, field)
+            if value != plain and self.backward not in QUANTIZED_GRADIENTS:
+                raise ValueError(
+                    f"{field} = {value!r} is of quantized gradients: expected backward = 'requantized' or"
+                    f" 'reused', got backward = {self.backward!r}"
+                )
 
 
 def trainer(config: Config) -> SideSpec:
     """W4A4 in forward and backward, without the residual."""
-    quantized = config.backward in ("requantized", "reused")
+    quantized = config.backward in QUANTIZED_GRADIENTS
     rule = rule_of(config.format, config.scale_rule)
     spec = MatmulSpec(
         weight=weight_of(config.format, **rule),

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 
 from fp4rl_jax import models, ops
-from fp4rl_jax.models import ModelConfig
+from fp4rl_jax.models import ModelConfig, guidance
 from fp4rl_jax.ops.machine import Machine
+from fp4rl_jax.ops.report import cache
 from fp4rl_jax.ops.spec import Side
 
 
@@ -54,6 +55,19 @@ def reasons(sides: Mapping[str, Side], model: ModelConfig, machine: Machine | No
         for report in reports(name, side, model, machine)
     }
     return "\n".join(sorted(found))
+
+
+def recorded(trainer: Side, rollout: Side, model: ModelConfig) -> str:
+    """The KV cache of both sides, and what the rollout records for the trainer, a line each."""
+    lines = [f"kv cache: trainer {cache(trainer)}, rollout {cache(rollout)}"]
+    capture = rollout.specs.capture
+    if capture is None:
+        return "\n".join([*lines, "recorded: nothing"])
+    forms = [f"{site} {capture.form}" for site in capture.sites]
+    forms += [f"kv {capture.kv}"] if capture.kv is not None else []
+    layers = f"layers {capture.first_layer(model.num_layers)} to {model.num_layers - 1}"
+    size = guidance.record_bytes(model, rollout.specs, rollout.kv)
+    return "\n".join([*lines, f"recorded: {', '.join(forms)}, {layers}, {size} bytes a token"])
 
 
 def unquantized(model: ModelConfig, side: Side) -> tuple[str, ...]:

@@ -101,6 +101,7 @@ def test_what_cannot_be_upcycled_is_refused():
         (TINY["qwen2"], {}, "family 'qwen2' cannot be upcycled"),
         (TINY["qwen3_moe"], {}, "has 5 experts already"),
         (TINY["llama"], {"noise": -1.0}, "noise is -1.0"),
+        (TINY["llama"], {"num_experts": 0}, "num_experts is 0, expected at least 1"),
         (TINY["llama"], {"num_active": 9}, r"num_active must be in 1..4, got 9"),
     ):
         numbers = {"num_experts": 4, "num_active": 2, **change}

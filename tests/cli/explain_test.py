@@ -29,6 +29,22 @@ def test_the_table_comes_before_what_the_configuration_sets(capsys: pytest.Captu
     assert "loop.max_rounds" not in out  # the default
 
 
+def test_what_guides_the_trainer_is_explained() -> None:
+    told = explain(config.load([CI], ["recipe.name=trace"]))
+    assert "trainer  nvfp4   nvfp4(outer=row, guided)" in told
+    assert "kv cache: trainer nvfp4(outer=static, guided), rollout nvfp4(outer=static)" in told
+    # width 64: 8 bytes of bits, 4 scales, 4 of outer scale; 2 x 2 rows of head_dim 16: 8 of codes, one scale
+    assert "recorded: mlp/gate_up compact, kv full, layers 1 to 1, 52 bytes a token" in told
+    plain = explain(config.load([CI]))
+    assert "kv cache: trainer -, rollout -" in plain and "recorded: nothing" in plain
+
+
+def test_how_gradients_are_rounded_and_rotated_is_explained() -> None:
+    chosen = ["recipe.name=rollout_resq", "recipe.rounding=stochastic", "recipe.rotation=hadamard16"]
+    told = explain(config.load([CI], chosen))
+    assert "requantized, hadamard16, dy hif4(scale_rounding=up, stochastic)" in told
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [

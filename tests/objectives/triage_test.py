@@ -207,6 +207,9 @@ def test_values_that_cannot_be_meant_are_refused_by_key():
         (GateConfig, {"mild_weight": 0.0}, "triage.gate.mild_weight is 0.0"),
         (GateConfig, {"strong": 0.0}, "triage.gate.strong is 0.0, expected at most mild"),
         (GateConfig, {"scope": "q4"}, "scope"),
+        (GateConfig, {"tail": math.inf}, "triage.gate.tail is inf, expected a finite number"),
+        (GateConfig, {"mild": math.nan}, "triage.gate.mild is nan"),
+        (RepairConfig, {"threshold": math.nan}, "triage.repair.threshold is nan"),
         (RepairConfig, {"coef": -1.0}, "triage.repair.coef is -1.0"),
         (RepairConfig, {"scope": "on"}, "scope"),
     ):

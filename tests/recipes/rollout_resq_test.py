@@ -46,6 +46,13 @@ def test_an_option_of_another_selection_is_refused(knobs):
         rollout_resq.Config(**knobs)
 
 
+@pytest.mark.parametrize("knobs", [{"rounding": "stochastic"}, {"grad_outer": "row"}])
+@pytest.mark.parametrize("backward", ["dequantized", "high_precision"])
+def test_an_option_of_gradients_that_are_not_quantized_is_refused(backward, knobs):
+    with pytest.raises(ValueError, match=f"of quantized gradients: .*, got backward = '{backward}'"):
+        rollout_resq.Config(backward=backward, **knobs)
+
+
 @pytest.mark.parametrize(
     "fmt, option, value",
     [("hif4", "scale_rounding", "up"), ("nvfp4", "scale_rounding", "up"), ("mxfp4", "scale_rule", "rceil")],
