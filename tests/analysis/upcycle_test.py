@@ -35,6 +35,47 @@ def test_equal_experts_give_the_dense_models_logits(family, rng):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_logits_of_the_float32_forward_are_the_dense_models_within_the_derived_bound(family, rng):
+    """The bound of `tests/parity` for two forwards of the same weights in any order of sums.
+
+    A dot of length n is the exact dot of weights perturbed by n roundings (Higham, 3.1); a mixture of A equal
+    experts adds 2 A + 1. So to first order a logit moves by lambda * sqrt(n + 2 A + 1) u times the root of
+    the summed squares of w * d logit / d w (Higham and Mary 2019; lambda = 8 fails with probability 1e-13) on
+    each side, doubled for norms and softmax, whose sums are no longer and add no weights.
+    """
+    config, active = TINY[family], 3
+    params = jax.tree.map(jnp.asarray, random_params(config, rng))
+    sparse, moe = upcycle(params, config, jax.random.key(1), num_experts=5, num_active=active)
+    tokens = jnp.asarray(rng.integers(0, config.vocab_size, (1, 7)), jnp.int32)
+
+    def logits(params, config):
+        fused = models.fuse(params)
+        seen = jnp.ones(tokens.shape, bool)
+        out = models.forward(
+            fused, tokens, config=config, side=plain_side(config), token_mask=seen,
+            positions=models.positions_of(seen),
+        )  # fmt: skip
+        return models.logits(fused, out.hidden)[0]
+
+    def moved(dense, w):
+        return jnp.sum((dense * w).reshape(*dense.shape[:2], -1).astype(jnp.float32) ** 2, axis=-1)
+
+    dense, mixed = (
+        np.asarray(jax.jit(logits, static_argnums=1)(*pair)) for pair in ((params, config), (sparse, moe))
+    )
+    slopes = jax.jit(jax.jacrev(logits), static_argnums=1)(params, config)
+    root = np.sqrt(sum(np.asarray(part) for part in jax.tree.leaves(jax.tree.map(moved, slopes, params))))
+    length = max(config.d_model, config.d_ff, tokens.shape[1]) + 2 * active + 1
+    bound = 2 * 2 * 8 * np.sqrt(length) * U * root
+    gap = np.abs(mixed - dense)
+    print(
+        f"{family}: largest gap {gap.max():.1e} of {np.abs(dense).max():.1f}, smallest bound {bound.min():.1e}"
+    )
+    assert np.all(gap <= bound) and bound.max() < 1e-3 * np.abs(dense).max()
+
+
+@pytest.mark.slow
 def test_the_mixture_of_equal_experts_is_within_its_bound_of_the_expert(rng):
     config = dataclasses.replace(TINY["llama"], num_layers=1)
     params = jax.tree.map(jnp.asarray, random_params(config, rng))

@@ -332,11 +332,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--models", nargs="*", choices=MODELS, default=MODELS)
     parser.add_argument("--recipes", nargs="*", choices=list(tiny.RECIPES), default=list(tiny.RECIPES))
     parser.add_argument("--kv", nargs="*", default=[None], help="formats of both caches; none: the recipe's")
+    parser.add_argument("--orders", nargs="*", choices=["fixed", "free"], default=["fixed", "free"])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args(argv)
-    orders: list[Order] = ["fixed", "free"]
+    orders: list[Order] = options.orders
     if options.checkpoint:
         loaded = interchange.load(options.checkpoint, dtype="float32")
         prompts, name = checkpoint_prompts(loaded), options.checkpoint.name
