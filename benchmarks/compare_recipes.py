@@ -1,9 +1,10 @@
 """Trains the five recipes from the same keys and writes docs/RESULTS.md with its picture.
 
-    python benchmarks/compare_recipes.py [--config configs/demo.toml] [--runs runs/compare] [--report_only]
+    python benchmarks/compare_recipes.py [--config configs/demo.toml] [--runs runs/compare] [--steps 24]
+        [--report_only]
 
 Each arm is `fp4rl train` on the same configuration with `recipe.name` set: the same data order and
-sampling keys, 24 steps. Arms that are finished are not run again; `--report_only` only writes the
+sampling keys, as many steps. Arms that are finished are not run again; `--report_only` only writes the
 table and the picture from the runs that are there.
 """
 
@@ -37,11 +38,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--config", default="configs/demo.toml")
     parser.add_argument("--runs", type=Path, default=Path("runs/compare"))
+    parser.add_argument("--steps", type=int, default=24, help="of every arm")
     parser.add_argument("--report_only", action="store_true")
     asked = parser.parse_args()
     if not asked.report_only:
         for recipe in RECIPES:
-            code = train(recipe, config=asked.config, runs=asked.runs)
+            code = train(recipe, config=asked.config, runs=asked.runs, steps=asked.steps)
             if code:
                 print(
                     f"{recipe} ended with exit code {code}; its run is {asked.runs / recipe}", file=sys.stderr
@@ -51,9 +53,10 @@ def main() -> int:
     return 0
 
 
-def train(recipe: str, *, config: str, runs: Path) -> int:
+def train(recipe: str, *, config: str, runs: Path, steps: int) -> int:
     """Trains one arm, or resumes it; returns the exit code."""
     words = [f"recipe.name={recipe}", f"run.name={recipe}", f"run.root={runs}", "run.resume=auto"]
+    words.append(f"loop.steps={steps}")
     flags = [flag for word in words for flag in ("--set", word)]
     print(f"== {recipe}", file=sys.stderr, flush=True)
     return subprocess.run([sys.executable, "-m", "fp4rl_jax", "train", "--config", config, *flags]).returncode
