@@ -31,6 +31,7 @@ LONGEST_FIRST = (
     "parallel/guided_on_mesh_test.py",
     "loop/mixture_test.py",
     "analysis/checks_test.py",
+    "cli/sweep_workers_test.py",
 )
 
 # Compiling is most of what the tests do. Compiled programs are kept between runs under a key of

@@ -3,18 +3,28 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
 from fp4rl_jax import config as configs
+from fp4rl_jax.arrays import check_name
 from fp4rl_jax.cli import _flags
 from fp4rl_jax.cli._sweep_file import ArmSection, SweepSection, text
 from fp4rl_jax.config import Config, ConfigError
 from fp4rl_jax.runs import Checkpointer
-from fp4rl_jax.runs.directory import CHECKPOINTS, CONFIG, EVALS, differing
+from fp4rl_jax.runs.directory import (
+    CHECKPOINTS,
+    CONFIG,
+    EVALS,
+    MAY_CHANGE,
+    config_fingerprint,
+    differing,
+)
 from fp4rl_jax.runs.files import read_json, read_lines
 
 State = Literal["to do", "partial", "done", "other config"]
+#: What two runs of one digest may differ in; a run of other steps is another one once it is finished.
+BESIDE = tuple(key for key in MAY_CHANGE if key != "loop.steps")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +74,17 @@ class Cell:
     def steps(self) -> int:
         """The steps that it trains."""
         return 0 if self.source else self.config.loop.steps
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the resolved configuration, and of that whose policy it evaluates.
+
+        It does not count where the run lies, what of it is kept and shown, and the mesh.
+        """
+        plain = configs.as_dict(self.config)
+        if self.source is not None:
+            plain["policy_of"] = self.source.digest
+        return config_fingerprint(plain, may_change=BESIDE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,10 +202,24 @@ def progress(cell: Cell) -> Progress:
     return Progress(state="done" if finished else "partial", steps=done)
 
 
-def matrix(cells: Sequence[Cell]) -> str:
-    """The matrix as text: a run a line, what it overrides, its state and its steps."""
+def named(cells: Sequence[Cell], name: str) -> Cell:
+    """The run of that name; ValueError with the nearest one where there is none."""
+    check_name("run", name, [cell.name for cell in cells])
+    return next(cell for cell in cells if cell.name == name)
+
+
+def matrix(cells: Sequence[Cell], recorded: Collection[str] = ()) -> str:
+    """The matrix as text: a run a line, what it overrides, its state and its steps.
+
+    Args:
+        cells: the runs.
+        recorded: names of those that are finished in an earlier record alone.
+    """
     rows = [("run", "state", "steps", "overrides")]
     for cell in cells:
+        if cell.name in recorded:
+            rows.append((cell.name, "recorded", f"{cell.steps}/{cell.steps}", " ".join(cell.overrides)))
+            continue
         at = progress(cell)
         steps = f"{at.steps}/{cell.steps}"
         why = f" ({at.difference})" if at.difference else ""

@@ -1,13 +1,15 @@
 """What a sweep leaves behind as plain values: the courses of its runs, for table and picture."""
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fp4rl_jax.cli._sweep_failures import Failure
 from fp4rl_jax.cli._sweep_file import ArmSection, SweepSection
 from fp4rl_jax.cli._sweep_matrix import Cell, progress
-from fp4rl_jax.cli._sweep_run import Failure
+from fp4rl_jax.cli._sweep_sharing import Sharing
 from fp4rl_jax.configuring import build, to_plain
 from fp4rl_jax.runs.directory import CONFIG
 from fp4rl_jax.runs.errors import RecordError
@@ -16,6 +18,8 @@ from fp4rl_jax.runs.report.data import RunData, load
 from fp4rl_jax.runs.report.evals import EvalPoint, pass_points
 from fp4rl_jax.runs.report.panels import panel_of, panel_series
 
+#: Of a record's file. The first had neither digests, nor what each run was made on and shared.
+FORMAT = 2
 #: Courses that every record has.
 COURSES = ("reward_mean", "mismatch_kl", "logprob_gap_max", "step_seconds")
 
@@ -26,9 +30,12 @@ class RunRecord:
 
     Attributes:
         name, arm, key: as the matrix has them. factors: value as text by dotted key.
+        digest: of the configuration, as `Cell.digest`.
         state: "to do", "partial", "done", "other config" or "failed". message: of a failure.
         steps: done of `total`.
-        courses: by metrics key, [step, value] pairs, the value null where it was not finite.
+        made: `date`, `device`, `jax` of its latest start; empty before there is one.
+        shared: how many runs of the sweep shared the device while it ran, at most; 1 of a run alone.
+        courses: by metrics key, [step, value] pairs to six digits, the value null where it was not finite.
         before, after: pass@1 [value, low, high] with its own 95 % interval, or None.
     """
 
@@ -36,10 +43,13 @@ class RunRecord:
     arm: str
     key: int
     factors: dict[str, str]
+    digest: str
     state: str
     steps: int
     total: int
     message: str = ""
+    made: dict[str, str] = dataclasses.field(default_factory=dict)
+    shared: int = 1
     courses: dict[str, list[list[float | None]]] = dataclasses.field(default_factory=dict)
     before: list[float] | None = None
     after: list[float] | None = None
@@ -51,12 +61,10 @@ class SweepRecord:
 
     Attributes:
         sweep: the file, with what the command line said instead.
-        made: `date`, `device`, `jax` of the latest run's manifest; empty before there is one.
         runs: in the order of the matrix.
     """
 
     sweep: SweepSection
-    made: dict[str, str]
     runs: tuple[RunRecord, ...]
 
     def arm(self, name: str) -> ArmSection:
@@ -64,40 +72,78 @@ class SweepRecord:
         return next(arm for arm in self.sweep.arms if arm.name == name)
 
 
-def of_folders(sweep: SweepSection, cells: Sequence[Cell], failed: Mapping[str, Failure]) -> SweepRecord:
-    """Reads the runs of a sweep.
+def of_folders(
+    sweep: SweepSection,
+    cells: Sequence[Cell],
+    failed: Mapping[str, Failure],
+    *,
+    recorded: Mapping[str, RunRecord],
+) -> SweepRecord:
+    """Reads the runs of a sweep; those of an earlier record are taken from there.
+
+    Args:
+        sweep: the file.
+        cells: its runs.
+        failed: by run.
+        recorded: by run, as `finished_in` found them.
 
     Raises:
         RecordError: a file of a run is damaged.
     """
-    found = [(cell, _data(cell)) for cell in cells]
-    manifests = [data.manifest for _, data in found if data is not None and data.manifest]
-    latest = max(manifests, key=lambda manifest: manifest["started"], default=None)
-    runs = tuple(_run(cell, data, sweep, failed.get(cell.name)) for cell, data in found)
-    return SweepRecord(sweep=sweep, made=_made(latest), runs=runs)
+    sharing = Sharing(Path(sweep.root))
+    runs = [
+        recorded[cell.name] if cell.name in recorded else _run(cell, sweep, failed.get(cell.name), sharing)
+        for cell in cells
+    ]
+    return SweepRecord(sweep=sweep, runs=tuple(runs))
 
 
-def dump(record: SweepRecord) -> dict[str, Any]:
-    """The record as JSON holds it; `parse` takes it back."""
-    runs = [dataclasses.asdict(run) for run in record.runs]
-    return {"sweep": to_plain(record.sweep), "made": record.made, "runs": runs}
+def finished_in(record: SweepRecord, cells: Sequence[Cell]) -> dict[str, RunRecord]:
+    """By name, the runs that need not be run: of the same configuration in the record, and not done here.
+
+    The record may have been made elsewhere, and of another matrix.
+    """
+    done = {run.name: run for run in record.runs if run.state == "done"}
+    found = {
+        cell.name: done[cell.name] for cell in cells if cell.name in done and progress(cell).state != "done"
+    }
+    return {cell.name: found[cell.name] for cell in cells if _is_run(cell, found.get(cell.name))}
+
+
+def _is_run(cell: Cell, run: RunRecord | None) -> bool:
+    named = (cell.group.arm, dict(cell.group.factors), cell.key, cell.digest)
+    return run is not None and (run.arm, run.factors, run.key, run.digest) == named
+
+
+def dump(record: SweepRecord) -> bytes:
+    """The record as a file holds it, a run a line; `parse` takes it back."""
+    runs = [_line(dataclasses.asdict(run)) for run in record.runs]
+    parts = [f'"format": {FORMAT}', f'"sweep": {_line(to_plain(record.sweep))}', '"runs": [']
+    return ("{\n" + ",\n".join(parts) + "\n" + ",\n".join(runs) + "\n]\n}\n").encode()
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def parse(path: Path) -> SweepRecord:
     """The record that a file holds.
 
     Raises:
-        RecordError: it is missing, no JSON, or no record of a sweep.
+        RecordError: it is missing, no JSON, no record of a sweep, or one of another format.
         ConfigError: its sweep is not understood.
     """
     plain = read_json(path)
-    if not isinstance(plain, dict) or set(plain) != {"sweep", "made", "runs"}:
-        raise RecordError(f"{path} is no record of a sweep: expected the keys sweep, made and runs")
-    return SweepRecord(
-        sweep=build(SweepSection, plain["sweep"]),
-        made=plain["made"],
-        runs=tuple(RunRecord(**run) for run in plain["runs"]),
-    )
+    if not isinstance(plain, dict) or not {"sweep", "runs"} <= set(plain):
+        raise RecordError(f"{path} is no record of a sweep: expected the keys format, sweep and runs")
+    found = plain.get("format", 1)
+    if found != FORMAT:
+        raise RecordError(
+            f"{path} is a sweep's record of format {found}, expected {FORMAT}, which has the digests of its"
+            " runs' configurations: a call of the sweep where its runs' folders are writes it anew"
+        )
+    runs = tuple(RunRecord(**run) for run in plain["runs"])
+    return SweepRecord(sweep=build(SweepSection, plain["sweep"]), runs=runs)
 
 
 def _data(cell: Cell) -> RunData | None:
@@ -105,8 +151,8 @@ def _data(cell: Cell) -> RunData | None:
     return load([path])[0] if (path / CONFIG).exists() else None
 
 
-def _made(manifest: Mapping[str, Any] | None) -> dict[str, str]:
-    if manifest is None:
+def _made(manifest: Mapping[str, Any]) -> dict[str, str]:
+    if not manifest:
         return {}
     kinds = [device["kind"] for device in manifest["devices"]]
     return {
@@ -116,13 +162,14 @@ def _made(manifest: Mapping[str, Any] | None) -> dict[str, str]:
     }
 
 
-def _run(cell: Cell, data: RunData | None, sweep: SweepSection, failure: Failure | None) -> RunRecord:
-    at = progress(cell)
+def _run(cell: Cell, sweep: SweepSection, failure: Failure | None, sharing: Sharing) -> RunRecord:
+    at, data = progress(cell), _data(cell)
     common: dict[str, Any] = {
         "name": cell.name,
         "arm": cell.group.arm,
         "key": cell.key,
         "factors": dict(cell.group.factors),
+        "digest": cell.digest,
         "state": at.state if failure is None else "failed",
         "steps": at.steps,
         "total": cell.steps,
@@ -134,6 +181,8 @@ def _run(cell: Cell, data: RunData | None, sweep: SweepSection, failure: Failure
     keys = dict.fromkeys((*COURSES, *sweep.draw, *sweep.columns))
     return RunRecord(
         **common,
+        made=_made(data.manifest),
+        shared=sharing.count(cell.name),
         courses={key: _course(data, key) for key in keys},
         before=_point(points, 0),
         after=_point(points, cell.config.loop.steps),
@@ -143,7 +192,7 @@ def _run(cell: Cell, data: RunData | None, sweep: SweepSection, failure: Failure
 def _course(data: RunData, key: str) -> list[list[float | None]]:
     steps, values = panel_series(data, panel_of(key))
     pairs = zip(steps.tolist(), values.tolist(), strict=True)
-    return [[step, None if value != value else value] for step, value in pairs]
+    return [[step, None if value != value else float(f"{value:.6g}")] for step, value in pairs]
 
 
 def _point(points: Sequence[EvalPoint], step: int) -> list[float] | None:

@@ -6,7 +6,7 @@ from fp4rl_jax.cli import _sweep_record, _sweep_table
 from fp4rl_jax.cli._sweep_record import SweepRecord
 from fp4rl_jax.cli._sweep_table import Row
 from fp4rl_jax.runs.errors import storage_errors
-from fp4rl_jax.runs.files import dump_json, write_atomically
+from fp4rl_jax.runs.files import write_atomically
 from fp4rl_jax.runs.report import bands
 from fp4rl_jax.runs.report.panels import panel_of
 from fp4rl_jax.runs.report.sections import with_section
@@ -23,7 +23,7 @@ def write(record: SweepRecord, folder: Path) -> None:
     """
     with storage_errors(folder, doing="make the sweep's folder"):
         folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / RECORD, dump_json(_sweep_record.dump(record)))
+    write_atomically(folder / RECORD, _sweep_record.dump(record))
     write_atomically(folder / TABLE, section(record, PICTURE).encode())
     if _begun(record):
         draw(record, folder / PICTURE)
@@ -55,8 +55,8 @@ def _begun(record: SweepRecord) -> bool:
 
 
 def section(record: SweepRecord, picture: str) -> str:
-    """The sweep as a section of a page; its table is the last thing in it."""
-    where = ", ".join(f"{key} {value}" for key, value in record.made.items()) or "nothing has run yet"
+    """The sweep as a section of a page; its table, with the note on step times, is the last thing in it."""
+    where = "; ".join(_made(record)) or "nothing has run yet"
     lines = [
         f"## {record.sweep.title}",
         "",
@@ -74,6 +74,16 @@ def section(record: SweepRecord, picture: str) -> str:
     return "\n".join(lines)
 
 
+def _made(record: SweepRecord) -> list[str]:
+    """Where and with what the runs were made, each once, with the latest date."""
+    latest: dict[tuple[str, str], str] = {}
+    for run in record.runs:
+        if run.made:
+            at = run.made["device"], run.made["jax"]
+            latest[at] = max(latest.get(at, ""), run.made["date"])
+    return [f"date {date}, device {device}, jax {jax}" for (device, jax), date in latest.items()]
+
+
 def write_page(record: SweepRecord, page: Path, *, name: str) -> None:
     """Writes the section into a page, its picture beside it as `img/NAME.png`.
 
@@ -83,7 +93,10 @@ def write_page(record: SweepRecord, page: Path, *, name: str) -> None:
     """
     image = page.parent / "img" / f"{name}.png"
     text = with_section(
-        page.read_text(encoding="utf-8"), f"## {record.sweep.title}", section(record, f"img/{image.name}")
+        page.read_text(encoding="utf-8"),
+        f"## {record.sweep.title}",
+        section(record, f"img/{image.name}"),
+        note=_sweep_table.UNTIMED_NOTE,
     )
     if _begun(record):
         image.parent.mkdir(exist_ok=True)

@@ -1,50 +1,47 @@
-"""Runs the cells of a sweep one after another, until they are done or the budget is."""
+"""Runs the cells of a sweep until they are done or the budget is: one after another here, or by processes."""
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
-from fp4rl_jax.cli import _failures, _sweep_matrix, _sweep_policy
+from fp4rl_jax.cli import _failures, _sweep_failures, _sweep_matrix, _sweep_policy, _sweep_workers
+from fp4rl_jax.cli._sweep_failures import Failure
 from fp4rl_jax.cli._sweep_matrix import Cell
+from fp4rl_jax.cli._sweep_progress import Runs, Steps
+from fp4rl_jax.cli._sweep_sharing import Sharing
+from fp4rl_jax.cli._sweep_workers import SAID, Workers
 from fp4rl_jax.cli.train import train
-from fp4rl_jax.config import as_dict
 from fp4rl_jax.loop.stop import StopRequest, stop_on_signals
 from fp4rl_jax.runs import exit_codes, make_progress
-from fp4rl_jax.runs.directory import config_fingerprint
 from fp4rl_jax.runs.errors import storage_errors
-from fp4rl_jax.runs.files import dump_json, read_json, write_atomically
+from fp4rl_jax.runs.progress import Progress
 
-FAILURES, PROGRAMS = "failures.json", ".jax_cache"
-#: Failures that lie outside of an arm: the next call tries again.
-PASSING = (exit_codes.RUN, exit_codes.STORAGE)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Failure:
-    """Why a run ended before its end.
-
-    Attributes:
-        code: as `fp4rl train` would have returned. message: its line.
-        fingerprint: of the configuration that failed.
-    """
-
-    code: int
-    message: str
-    fingerprint: str
+PROGRAMS = ".jax_cache"
 
 
 def run_cells(
-    cells: Sequence[Cell], root: Path, *, seconds: float | None
+    cells: Sequence[Cell],
+    root: Path,
+    *,
+    seconds: float | None,
+    elsewhere: Collection[str] = (),
+    workers: Workers | None = None,
 ) -> tuple[str | None, dict[str, Failure]]:
-    """Runs what is neither done nor has failed, in the order given.
+    """Runs what is neither done nor has failed.
 
     Args:
         cells: of one sweep.
         root: its folder; failures are kept in it.
         seconds: budget, wall clock, or None.
+        elsewhere: names of runs that are finished, and not in this folder: they are not run.
+        workers: None runs one after another in this process, in the order given; else processes run them,
+            and this one uses no device.
 
     Returns:
         What asked for a stop ("SIGALRM": the budget is used up) or None where nothing is left to run, and
@@ -56,41 +53,101 @@ def run_cells(
     with storage_errors(root, doing="make the sweep's folder"):
         root.mkdir(parents=True, exist_ok=True)
     keep_programs(root)
-    failed = failures(cells, root)
-    shown = _Shown(cells)
+    here = [cell for cell in cells if cell.name not in elsewhere]
+    failed = _sweep_failures.failures(here, root) | _without_policy(here, elsewhere)
     try:
         with stop_on_signals(seconds) as stop:
-            return _run_left(cells, failed, stop, shown), failed
+            if workers is None:
+                return _run_left(here, root, failed=failed, stop=stop), failed
+            return _run_by(workers, here, root, failed=failed, stop=stop), failed
     finally:
-        shown.close()
-        _keep(failed, root)
+        _sweep_failures.keep(failed, root)
+
+
+def _without_policy(cells: Sequence[Cell], elsewhere: Collection[str]) -> dict[str, Failure]:
+    """The runs that would evaluate a policy which is in another folder, as failures that are not kept."""
+    found = {}
+    for cell in cells:
+        away = cell.source is not None and cell.source.name in elsewhere
+        if cell.source is not None and away and _sweep_matrix.progress(cell).state != "done":
+            why = f"{cell.source.name} is finished in the earlier record alone: its policy is not here"
+            found[cell.name] = _sweep_failures.failure(cell, code=exit_codes.RUN, message=why)
+    return found
+
+
+def _run_by(
+    workers: Workers, cells: Sequence[Cell], root: Path, *, failed: dict[str, Failure], stop: StopRequest
+) -> str | None:
+    """Has processes run what is left, notes failures in `failed`; what asked for a stop, or None."""
+    done = {cell.name for cell in cells if _sweep_matrix.progress(cell).state == "done"}
+    left = [cell for cell in _sweep_workers.in_order(cells) if cell.name not in done | failed.keys()]
+    mode = cells[0].config.run.progress if cells else "off"
+    runs = Runs(mode, finished=len(done), failed=len(failed), left=len(left))
+    with contextlib.closing(runs) as shown:
+        return _sweep_workers.run_left(left, workers, root, failed=failed, stop=stop, shown=shown)
 
 
 def _run_left(
-    cells: Sequence[Cell], failed: dict[str, Failure], stop: StopRequest, shown: "_Shown"
+    cells: Sequence[Cell], root: Path, *, failed: dict[str, Failure], stop: StopRequest
 ) -> str | None:
     """Runs what is left, notes failures in `failed`; what asked for a stop, or None."""
-    last = None
-    for number, cell in enumerate(cells):
-        if cell.name in failed or _sweep_matrix.progress(cell).state == "done":
-            continue
-        asked = stop.agreed()
-        if asked:
-            return asked
-        if last not in (None, cell.group):
-            jax.clear_caches()  # the programs of another arm are of no more use, and hold memory
-        last = cell.group
-        shown.begin(number)
-        ended = _run(cell, stop, shown)
-        if isinstance(ended, Failure):
-            failed[cell.name] = ended
-            shown.message(f"{cell.name} failed (exit code {ended.code}): {ended.message}")
-        elif ended == exit_codes.SAVED_PLEASE_RESTART:
-            return stop.agreed()
+    last, sharing = None, Sharing(root)
+    with contextlib.closing(Steps(cells)) as shown:
+        for number, cell in enumerate(cells):
+            at = _sweep_matrix.progress(cell)
+            if cell.name in failed or at.state == "done":
+                continue
+            asked = stop.agreed()
+            if asked:
+                return asked
+            if last not in (None, cell.group):
+                jax.clear_caches()  # the programs of another arm are of no more use, and hold memory
+            last = cell.group
+            if at.state == "to do":
+                sharing.begin_anew(cell.name)
+            shown.begin(number)
+            ended = _run(cell, stop, shown)
+            if isinstance(ended, Failure):
+                failed[cell.name] = ended
+                shown.message(f"{cell.name} failed (exit code {ended.code}): {ended.message}")
+            elif ended == exit_codes.SAVED_PLEASE_RESTART:
+                return stop.agreed()
     return None
 
 
-def _run(cell: Cell, stop: StopRequest, shown: "_Shown") -> int | Failure:
+def run_one(cell: Cell, root: Path, *, seconds: float | None, lifeline: int | None) -> int:
+    """Runs one cell in this process, whatever it did before; its exit code, with a line where it failed.
+
+    Args:
+        cell: of a sweep.
+        root: its folder; nothing but the run's folder and the programs is written.
+        seconds: budget, wall clock, or None.
+        lifeline: descriptor of a pipe; the end of all that could write into it asks as SIGTERM does.
+    """
+    keep_programs(root)
+    start = min(_sweep_matrix.progress(cell).steps, cell.steps)
+    shown = make_progress(cell.config.run.progress, total=cell.steps, start=start)
+    with contextlib.closing(shown), stop_on_signals(seconds) as stop:
+        if lifeline is not None:
+            watch(lifeline)
+        ended = _run(cell, stop, shown)
+    if isinstance(ended, Failure):
+        print(f"{SAID}{ended.message}", file=sys.stderr)
+        return ended.code
+    return ended
+
+
+def watch(lifeline: int) -> None:
+    """Sends this process SIGTERM once no process holds the other end of the pipe any more."""
+
+    def ask_at_end() -> None:
+        os.read(lifeline, 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=ask_at_end, daemon=True).start()
+
+
+def _run(cell: Cell, stop: StopRequest, shown: Progress) -> int | Failure:
     """Runs one cell to its end or to a stop; its exit code, or why it failed."""
     try:
         if cell.source is not None:
@@ -99,30 +156,11 @@ def _run(cell: Cell, stop: StopRequest, shown: "_Shown") -> int | Failure:
     except (*_failures.expected(), jax.errors.JaxRuntimeError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         known = isinstance(error, tuple(_failures.expected()))
-        return Failure(
+        return _sweep_failures.failure(
+            cell,
             code=_failures.code_of(error) if known else exit_codes.FAILURE,
             message="; ".join(lines) if known else f"{type(error).__name__}: {lines[0] if lines else ''}",
-            fingerprint=config_fingerprint(as_dict(cell.config)),
         )
-
-
-def failures(cells: Sequence[Cell], root: Path) -> dict[str, Failure]:
-    """The kept failures of these cells, by run; those of a cell that was changed since are left out."""
-    found = read_json(root / FAILURES) if (root / FAILURES).exists() else {}
-    kept = {name: Failure(**one) for name, one in found.items()}
-    prints = {cell.name: config_fingerprint(as_dict(cell.config)) for cell in cells if cell.name in kept}
-    return {name: one for name, one in kept.items() if prints.get(name) == one.fingerprint}
-
-
-def forget_failures(root: Path) -> None:
-    """Lets every failed run be tried again."""
-    (root / FAILURES).unlink(missing_ok=True)
-
-
-def _keep(failed: Mapping[str, Failure], root: Path) -> None:
-    """Keeps the failures that the next call would only repeat; see `forget_failures`."""
-    kept = {name: dataclasses.asdict(one) for name, one in failed.items() if one.code not in PASSING}
-    write_atomically(root / FAILURES, dump_json(kept))
 
 
 def keep_programs(root: Path) -> None:
@@ -130,30 +168,3 @@ def keep_programs(root: Path) -> None:
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str((root / PROGRAMS).absolute()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-class _Shown:
-    """One display for all runs of a sweep: steps of the whole matrix, and a line where a run begins."""
-
-    def __init__(self, cells: Sequence[Cell]):
-        self._names = [cell.name for cell in cells]
-        self._totals = [cell.steps for cell in cells]
-        self._done = [min(_sweep_matrix.progress(cell).steps, cell.steps) for cell in cells]
-        mode = cells[0].config.run.progress
-        self._shown = make_progress(mode, total=sum(self._totals), start=sum(self._done))
-        self._before = 0
-
-    def begin(self, number: int) -> None:
-        """Says that the run at `number` of the matrix begins."""
-        self._before = sum(self._totals[:number]) + sum(self._done[number + 1 :])
-        at = f" from step {self._done[number]}" if self._done[number] else ""
-        self.message(f"run {number + 1}/{len(self._names)}: {self._names[number]}{at}")
-
-    def advance(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._shown.advance(self._before + step, metrics)
-
-    def message(self, text: str) -> None:
-        self._shown.message(text)
-
-    def close(self) -> None:
-        self._shown.close()

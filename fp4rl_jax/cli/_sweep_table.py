@@ -2,7 +2,8 @@
 
 A figure is the mean over an arm's finished keys and the half-width of Student's 95 % interval of that mean;
 with one key there is no such interval. A claim `a above b` agrees where the whole interval of a is above the
-whole one of b, disagrees where it is below, and is too small to tell otherwise, or with one key.
+whole one of b, disagrees where it is below, and is too small to tell otherwise, or with one key. Seconds of
+runs that shared their device with others, or ran on different ones, are neither shown nor judged.
 """
 
 import dataclasses
@@ -12,9 +13,15 @@ from collections.abc import Callable, Sequence
 
 from fp4rl_jax.cli._sweep_file import ArmSection, ExpectSection
 from fp4rl_jax.cli._sweep_record import RunRecord, SweepRecord
+from fp4rl_jax.runs import catalogue
 
 ABSENT = "-"
 AGREES, DISAGREES, SMALL = "agrees", "disagrees", "too small to tell"
+UNTIMED = f"{SMALL}: runs not alone on one device"
+UNTIMED_NOTE = (
+    "Seconds and overheads are `-` where runs shared their device with others or ran on different ones, as"
+    " their step times are not those of a run alone."
+)
 #: 0.975 quantiles of Student's t with 1, 2, ... degrees of freedom; the last, which is wider, for more.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
@@ -68,6 +75,11 @@ class Row:
         return len(self.finished) == len(self.runs)
 
 
+def timed(runs: Sequence[RunRecord]) -> bool:
+    """Whether step times of these runs compare: each was alone on its device, and all had the same kind."""
+    return all(run.shared == 1 for run in runs) and len({run.made.get("device") for run in runs}) <= 1
+
+
 def spread(values: Sequence[float]) -> Spread | None:
     """The mean of values over keys with its interval; None of no values."""
     if not values:
@@ -89,6 +101,8 @@ def rows(record: SweepRecord) -> tuple[Row, ...]:
 
 def measure(name: str, row: Row, record: SweepRecord) -> Spread | None:
     """A column of a row over its finished keys; None where there is nothing to say."""
+    if not timed(_timing(name, row, record)):
+        return None
     if name == "overhead":
         return _overhead(row, record)
     values = [_of_run(name, run, last=record.sweep.last) for run in row.finished]
@@ -117,12 +131,26 @@ _COLUMNS: dict[str, tuple[str, Callable[[Sequence[float]], float]]] = {
 }
 
 
+def _timing(name: str, row: Row, record: SweepRecord) -> tuple[RunRecord, ...]:
+    """The finished runs whose step times a column is made of; none where it is of other things."""
+    if name == "overhead":
+        base = _baseline(row, record)
+        return () if base is None else (*row.finished, *base.finished)
+    metric = catalogue.find(name)
+    return row.finished if metric is not None and metric.clock else ()
+
+
+def _baseline(row: Row, record: SweepRecord) -> Row | None:
+    """The row whose step time this one's is compared with."""
+    name = record.arm(row.arm).baseline or record.sweep.baseline
+    return None if name is None or name == row.arm else _at(name, row, record)
+
+
 def _overhead(row: Row, record: SweepRecord) -> Spread | None:
     """Step time over the baseline's of the same key and factors, less 1."""
-    name = record.arm(row.arm).baseline or record.sweep.baseline
-    if name is None or name == row.arm:
+    base = _baseline(row, record)
+    if base is None:
         return None
-    base = _at(name, row, record)
     theirs = {run.key: _of_run("step_seconds", run, last=1) for run in base.finished}
     ratios = []
     for run in row.finished:
@@ -138,26 +166,31 @@ def _at(arm: str, row: Row, record: SweepRecord) -> Row:
 
 
 def verdict(row: Row, record: SweepRecord) -> str:
-    """One word on an arm's claim, by the rule of this module; `ABSENT` while it is not decidable.
+    """A word or few on an arm's claim, by the rule of this module; `ABSENT` while it is not decidable.
 
     All expectations have to hold for "agrees"; one that is contradicted makes "disagrees".
     """
     expected = record.arm(row.arm).expect
     found = {_decide(one, row, record) for one in expected}
-    for word in (DISAGREES, ABSENT, SMALL):
+    for word in (DISAGREES, ABSENT, UNTIMED, SMALL):
         if word in found:
             return word
     return AGREES if found else ABSENT
 
 
 def _decide(one: ExpectSection, row: Row, record: SweepRecord) -> str:
-    ours = measure(one.measure, row, record) if row.whole else None
-    if one.arm is None:
+    other = None if one.arm is None else _at(one.arm, row, record)
+    both = [row] if other is None else [row, other]
+    if not all(side.whole for side in both):
+        return ABSENT
+    if not timed([run for side in both for run in _timing(one.measure, side, record)]):
+        return UNTIMED
+    ours = measure(one.measure, row, record)
+    if other is None:
         assert one.value is not None
         theirs = Spread(mean=one.value, half=0.0, count=0)
     else:
-        other = _at(one.arm, row, record)
-        theirs = measure(one.measure, other, record) if other.whole else None
+        theirs = measure(one.measure, other, record)
     if ours is None or theirs is None:
         return ABSENT
     upper, lower = (ours, theirs) if one.relation == "above" else (theirs, ours)
@@ -167,7 +200,7 @@ def _decide(one: ExpectSection, row: Row, record: SweepRecord) -> str:
 
 
 def markdown(record: SweepRecord) -> str:
-    """The table, with a line for every failure before it."""
+    """The table, a line for every failure before it, and a sentence below it where times are left out."""
     found = rows(record)
     factors = [key for key, _ in record.sweep.factors.values]
     heads = [
@@ -182,6 +215,8 @@ def markdown(record: SweepRecord) -> str:
     ]
     lines = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
     lines += ["| " + " | ".join(map(_escaped, _cells(row, record))) + " |" for row in found]
+    if not all(timed(_timing(name, row, record)) for row in found for name in ("step_seconds", "overhead")):
+        lines += ["", UNTIMED_NOTE]
     return "\n".join([*notes, *([""] if notes else []), *lines]) + "\n"
 
 

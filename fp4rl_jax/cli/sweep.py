@@ -13,7 +13,9 @@ from fp4rl_jax.runs import exit_codes
 
 if TYPE_CHECKING:
     from fp4rl_jax.cli._sweep_file import SweepSection
-    from fp4rl_jax.cli._sweep_record import SweepRecord
+    from fp4rl_jax.cli._sweep_matrix import Cell
+    from fp4rl_jax.cli._sweep_record import RunRecord, SweepRecord
+    from fp4rl_jax.cli._sweep_workers import Workers
 
 SUMMARY = "run a matrix of arms within a time budget, resumed by the next call; draw it and write the table"
 
@@ -32,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
         return exit_codes.USAGE
     file = Path(words[0])
     with _failures.settings():
+        _require_together(values, file)
         page = _page(values)
         if file.suffix == ".json":
             from fp4rl_jax.cli import _sweep_record
@@ -51,9 +54,40 @@ def _define_flags(values: flags.FlagValues) -> None:
         "failed", "keep", ["keep", "again"], "whether runs that failed in an earlier call are tried again",
         flag_values=values,
     )  # fmt: skip
+    flags.DEFINE_integer(
+        "workers", 1, "runs at a time, each in a process of its own; they share the device", lower_bound=1,
+        flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_string(
+        "into", None, "record (sweep.json) of an earlier call whose finished runs are kept, not run again",
+        flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_string(
+        "only", None, "run the run of this name alone, and write no results", flag_values=values
+    )
+    flags.DEFINE_integer(
+        "lifeline", None, "with --only: descriptor of a pipe; the run stops when its other end is closed",
+        flag_values=values,
+    )  # fmt: skip
     flags.DEFINE_string(
         "page", None, "also write the table and the picture into this page, as a section", flag_values=values
     )
+
+
+def _require_together(values: flags.FlagValues, file: Path) -> None:
+    """Refuses flags that say nothing beside one another."""
+    results = [
+        f"--{name}" for name in ("dry_run", "failed", "into", "workers", "page") if values[name].present
+    ]
+    if values["only"].present and results:
+        raise ValueError(f"--only runs one run and writes no results: expected it without {results[0]}")
+    if values["lifeline"].present and not values["only"].present:
+        raise ValueError("--lifeline is of one run: expected it with --only")
+    running = [f"--{name}" for name in ("into", "workers", "only") if values[name].present]
+    if file.suffix == ".json" and running:
+        raise ValueError(
+            f"{file} is a record, of which nothing is run: expected a sweep file with {running[0]}"
+        )
 
 
 def _run(file: Path, values: flags.FlagValues, page: Path | None) -> int:
@@ -63,16 +97,23 @@ def _run(file: Path, values: flags.FlagValues, page: Path | None) -> int:
     with _failures.settings():
         sweep = _overridden(_sweep_file.load(str(file)), values)
     cells = _sweep_matrix.expand(sweep)
+    recorded = _recorded(values, cells)
     if values["dry_run"].value:
-        print(_sweep_matrix.matrix(cells))
+        print(_sweep_matrix.matrix(cells, recorded))
         return exit_codes.OK
-    from fp4rl_jax.cli import _sweep_record, _sweep_results, _sweep_run
+    from fp4rl_jax.cli import _sweep_failures, _sweep_record, _sweep_results, _sweep_run
 
-    root = Path(sweep.root)
+    root, seconds = Path(sweep.root), sweep.budget.seconds
+    if values["only"].value is not None:
+        with _failures.settings():
+            cell = _sweep_matrix.named(cells, _flags.get(values, "only", str))
+        return _sweep_run.run_one(cell, root, seconds=seconds, lifeline=values["lifeline"].value)
     if values["failed"].value == "again":
-        _sweep_run.forget_failures(root)
-    asked, failed = _sweep_run.run_cells(cells, root, seconds=sweep.budget.seconds)
-    record = _sweep_record.of_folders(sweep, cells, failed)
+        _sweep_failures.forget_failures(root)
+    asked, failed = _sweep_run.run_cells(
+        cells, root, seconds=seconds, elsewhere=recorded.keys(), workers=_workers(file, sweep, values)
+    )
+    record = _sweep_record.of_folders(sweep, cells, failed, recorded=recorded)
     _sweep_results.write(record, root)
     with _failures.settings():
         _show(record, page, name=file.stem)
@@ -80,6 +121,34 @@ def _run(file: Path, values: flags.FlagValues, page: Path | None) -> int:
         print(f"{asked}: runs are left; the same command goes on", file=sys.stderr)
         return exit_codes.SAVED_PLEASE_RESTART
     return exit_codes.ARM if failed else exit_codes.OK
+
+
+def _recorded(values: flags.FlagValues, cells: "Sequence[Cell]") -> "dict[str, RunRecord]":
+    """The runs that the record of `--into` has finished and this folder has not; says how many on stderr."""
+    if values["into"].value is None:
+        return {}
+    from fp4rl_jax.cli import _sweep_record
+
+    path = Path(_flags.get(values, "into", str))
+    with _failures.settings():
+        record = _sweep_record.parse(path)
+    found = _sweep_record.finished_in(record, cells)
+    done = [run.name for run in record.runs if run.state == "done"]
+    print(f"{path}: {len(found)} of its {len(done)} finished runs are kept and not run here", file=sys.stderr)
+    return found
+
+
+def _workers(file: Path, sweep: "SweepSection", values: flags.FlagValues) -> "Workers | None":
+    """The processes that `--workers` asks for; each is this command with one run of the matrix."""
+    count = _flags.get(values, "workers", int)
+    if count == 1:
+        return None
+    from fp4rl_jax.cli._sweep_workers import Workers
+
+    words = [f"--set={word}" for word in values["set"].value or ()]
+    words += [f"--root={sweep.root}"]
+    words += [] if values["seconds"].value is None else [f"--seconds={sweep.budget.seconds}"]
+    return Workers(count=count, command=(sys.executable, "-m", "fp4rl_jax", "sweep", str(file), *words))
 
 
 def _overridden(sweep: "SweepSection", values: flags.FlagValues) -> "SweepSection":

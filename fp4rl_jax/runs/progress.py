@@ -54,6 +54,12 @@ def summary(metrics: Mapping[str, Any]) -> str:
     return "  ".join(f"{key} {value:.4g}" for key, value in shown)
 
 
+def clock(seconds: float) -> str:
+    """Seconds as h:mm:ss."""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
 class Rate:
     """Seconds a step and the time left, from the steps seen so far, the first one apart.
 
@@ -81,8 +87,7 @@ class Rate:
     @property
     def left(self) -> str:
         """The time left as h:mm:ss."""
-        seconds = round(self.step_seconds * max(self._total - self._done, 0))
-        return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+        return clock(self.step_seconds * max(self._total - self._done, 0))
 
 
 class _Lines:

@@ -1,6 +1,6 @@
 """The table of a sweep: spreads, overheads and verdicts against numbers worked by hand; record and page."""
 
-import json
+import dataclasses
 import math
 
 import numpy as np
@@ -21,7 +21,7 @@ def course(*values: float | None) -> list[list[float | None]]:
 
 def run(arm: str, key: int, *, reward: float, kl: float, seconds: float, **more) -> RunRecord:
     """Four steps: reward 0, 0, r - 0.1, r + 0.1; k3 kl, kl, 3 kl, 9 kl; the first step takes a minute."""
-    given = {"state": "done", "steps": 4, **more}
+    given = {"state": "done", "steps": 4, "digest": f"{arm}{key}", **more}
     return RunRecord(
         name=f"{arm}-{key}", arm=arm, key=key, factors={}, total=4,
         courses={
@@ -37,7 +37,7 @@ def run(arm: str, key: int, *, reward: float, kl: float, seconds: float, **more)
 def record(*runs: RunRecord, expect: tuple[dict, ...] = ()) -> SweepRecord:
     arms = [{"name": "base"}, {"name": "arm", "claim": "a | b", "expect": list(expect)}]
     sweep = {"title": "T", "root": "r", "baseline": "base", "last": 2, "keys": [0, 1, 2], "arms": arms}
-    return SweepRecord(sweep=build(SweepSection, sweep), made={}, runs=runs)
+    return SweepRecord(sweep=build(SweepSection, sweep), runs=runs)
 
 
 def three(arm: str, rewards: tuple[float, ...], kl: float = 0.1, seconds: float = 2.0) -> list[RunRecord]:
@@ -106,6 +106,51 @@ def test_nothing_is_said_of_an_arm_before_all_its_keys_are_through():
     assert "| 2/3; key 2: partial, 2 of 4 steps |" in _sweep_table.markdown(made)
 
 
+def test_seconds_of_runs_that_shared_a_device_are_neither_shown_nor_judged(tmp_path):
+    """Their other columns are; the arm's overhead rests on the baseline's seconds, too."""
+    faster = {"measure": "overhead", "relation": "below", "value": 0.5}
+    base, arm = three("base", (0.49, 0.50, 0.51)), three("arm", (0.80, 0.81, 0.82), seconds=3.0)
+    shared = [dataclasses.replace(arm[0], shared=4), *arm[1:]]
+
+    def shown(*runs: RunRecord, expect: tuple[dict, ...]) -> tuple[list[str], str, str]:
+        made = record(*runs, expect=expect)
+        text = _sweep_table.markdown(made)
+        cells = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
+        verdict = _sweep_table.verdict(_sweep_table.rows(made)[1], made)
+        return [*cells[0][8:10], *cells[1][8:10]], verdict, text.rpartition("|\n")[2]
+
+    alone = ["3 ± 2.48", "-", "4 ± 2.48", "+36.1% ± 31.6%"]
+    assert shown(*base, *arm, expect=(faster,)) == (alone, "too small to tell", "")
+    word, note = "too small to tell: runs not alone on one device", "\n" + _sweep_table.UNTIMED_NOTE + "\n"
+    assert shown(*base, *shared, expect=(faster,)) == ([*alone[:2], "-", "-"], word, note)
+    assert shown(*base, *shared, expect=(ABOVE, faster))[1] == word
+    assert shown(*base, *shared, expect=(BELOW, faster))[1] == "disagrees"
+    assert shown(*base, *shared, expect=(ABOVE,))[1] == "agrees"
+    theirs = [dataclasses.replace(base[0], shared=4), *base[1:]]
+    assert shown(*theirs, *arm, expect=(faster,)) == (["-", "-", alone[2], "-"], word, note)
+    slower = {"measure": "step_seconds", "relation": "above", "arm": "base"}
+    assert shown(*theirs, *arm, expect=(slower,))[1] == word
+    other = [dataclasses.replace(run, made={"device": "1 x other"}) for run in base]
+    assert shown(*other, *arm, expect=(faster,)) == ([*alone[:3], "-"], word, note)
+
+
+def test_the_sentence_on_seconds_is_written_once_into_a_page(tmp_path):
+    page = tmp_path / "PAGE.md"
+    page.write_text("# Page\n")
+    shared = record(run("base", 0, reward=0.5, kl=0.1, seconds=2, shared=2), *three("arm", (0.8,)))
+    alone = record(*three("base", (0.5,)), *three("arm", (0.8,)))
+    for made, count in ((shared, 1), (shared, 1), (alone, 0), (shared, 1)):
+        _sweep_results.write_page(made, page, name="x")
+        text = page.read_text()
+        assert text.count(_sweep_table.UNTIMED_NOTE) == count
+        assert text == "# Page\n\n" + _sweep_results.section(made, "img/x.png")
+    page.write_text(page.read_text() + "\nread out of it\n")
+    _sweep_results.write_page(alone, page, name="x")
+    assert (
+        page.read_text() == "# Page\n\n" + _sweep_results.section(alone, "img/x.png") + "\nread out of it\n"
+    )
+
+
 def test_the_markdown_names_failures_and_escapes_what_would_break_it():
     failed = run(
         "arm", 0, reward=0, kl=0, seconds=1, state="failed", steps=1, message="exit code 6: x\ny | z"
@@ -120,7 +165,7 @@ def test_the_markdown_names_failures_and_escapes_what_would_break_it():
 def test_a_record_makes_the_same_table_and_a_section_of_a_page(tmp_path, capsys):
     made = record(*three("base", (0.5, 0.6, 0.7)), *three("arm", (0.2, 0.2, 0.2)), expect=(ABOVE,))
     file, page = tmp_path / "kept.json", tmp_path / "PAGE.md"
-    file.write_text(json.dumps(_sweep_record.dump(made)))
+    file.write_bytes(_sweep_record.dump(made))
     assert _sweep_record.parse(file) == made
     page.write_text("# Page\n\n## T two\n\nkept\n")
     for _ in range(2):  # the second call replaces what the first wrote

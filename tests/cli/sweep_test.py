@@ -14,6 +14,7 @@ from fp4rl_jax.configuring import ConfigError
 from fp4rl_jax.loop.stop import StopRequest, stop_on_signals
 from fp4rl_jax.runs import catalogue, exit_codes
 from fp4rl_jax.runs.files import read_json, read_lines
+from tests.processes import CACHE
 
 ROOT = Path(__file__).parents[2]
 CI = ROOT / "configs" / "ci" / "grpo.toml"
@@ -181,6 +182,10 @@ def test_an_arm_that_fails_is_named_and_stops_no_other(tmp_path, monkeypatch, ca
     monkeypatch.setattr(_sweep_run, "train", lambda *a, **k: started.append(1) or train(*a, **k))
     assert cli.main(words) == exit_codes.ARM and not started  # a failure is kept
     assert cli.main([*words, "--failed=again"]) == exit_codes.ARM and len(started) == 1
+    capsys.readouterr()
+    assert cli.main([*words, "--only=narrow-0"]) == exit_codes.TASK and len(started) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("fp4rl sweep: ") and "the prompt width is 20" in said.err and not said.out
     wider = [*words, "--set=run.keep_last=3", "--set=rollout.max_new_tokens=5"]
     assert cli.main([*wider, "--dry_run"]) == exit_codes.OK
     assert "other config (rollout.max_new_tokens: saved 6, now 5)" in capsys.readouterr().out
@@ -247,13 +252,17 @@ policy_of = "bf16"
 
 
 @pytest.mark.slow
-def test_an_arm_can_evaluate_the_final_policy_of_another(tmp_path, capsys):
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_arm_can_evaluate_the_final_policy_of_another(workers, tmp_path, monkeypatch, capsys):
     """As the same recipe publishes it, it is the other arm's own evaluation; in FP4 it is one, too."""
+    monkeypatch.chdir(ROOT)
+    for name, value in CACHE.items():
+        monkeypatch.setenv(name, value)
     few = HEAD.replace("steps=3", 'steps=1", "eval.problems=4", "eval.batch_prompts=4')
     same = POST_HOC.replace("RECIPE", "bf16")
     fp4 = POST_HOC.replace("RECIPE", "naive_nvfp4").replace("post_hoc", "post_hoc_fp4")
     statistics = POST_HOC.replace("RECIPE", "quads").replace("post_hoc", "calibrated")
-    words = ["sweep", sweep_file(tmp_path, few + BF16 + same + fp4 + statistics)]
+    words = ["sweep", sweep_file(tmp_path, few + BF16 + same + fp4 + statistics), f"--workers={workers}"]
     assert cli.main(words) == exit_codes.ARM
     assert "the rollout of 'quads' calibrates while it trains" in capsys.readouterr().out
     runs = {run["arm"]: run for run in read_json(tmp_path / "runs" / "sweep.json")["runs"]}
