@@ -12,14 +12,16 @@ import json
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import provenance
 
 from fp4rl_jax import interchange, models
 from fp4rl_jax.interchange import Loaded
+from fp4rl_jax.ops import machine
 from fp4rl_jax.ops.spec import Side, SideSpec
 from fp4rl_jax.recipes import quads, rollout_resq
 from fp4rl_jax.rollout import SamplingConfig, calibrate, publish, row_keys, sample
@@ -27,14 +29,26 @@ from fp4rl_jax.text import encode_prompts
 
 PROMPTS, GROUP, NEW, WIDTH = 8, 4, 16, 48
 
+Format = Literal["nvfp4", "hif4", "mxfp4"]
+Scope = Literal["static", "call", "token"]
+Selection = Literal["pairs_4_8", "channels", "tiles_32x64", "dense"]
+
 
 def arms() -> dict[str, tuple[SideSpec, str]]:
     """Rollout sides by name, each with the plain arm it is held against."""
-    plain = {f: rollout_resq.trainer(rollout_resq.Config(format=f)) for f in ("nvfp4", "hif4")}
-    found = {f"{fmt} none": (spec, f"{fmt} none") for fmt, spec in plain.items()}
-    found["nvfp4 blocks static 0.5"] = (quads.rollout(quads.Config()), "nvfp4 none")
-    for fmt in ("nvfp4", "hif4"):
+    formats: tuple[Format, ...] = ("nvfp4", "hif4", "mxfp4")
+    found = {
+        f"{fmt} none": (rollout_resq.trainer(rollout_resq.Config(format=fmt)), f"{fmt} none")
+        for fmt in formats
+    }
+    scopes: tuple[Scope, ...] = ("static", "call", "token")
+    for scope in scopes:
+        found[f"nvfp4 blocks {scope} 0.5"] = (quads.rollout(quads.Config(scope=scope)), "nvfp4 none")
+    for fmt in formats:
         found[f"{fmt} pattern_2_4"] = (rollout_resq.rollout(rollout_resq.Config(format=fmt)), f"{fmt} none")
+    others: tuple[Selection, ...] = ("pairs_4_8", "channels", "tiles_32x64", "dense")
+    for name in others:
+        found[f"hif4 {name}"] = (rollout_resq.rollout(rollout_resq.Config(selection=name)), "hif4 none")
     return found
 
 
@@ -79,7 +93,7 @@ def main() -> None:
             seconds[name].append(time.process_time() - began)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     found = {
-        "model": asked.model.name, "jax": jax.__version__, "device": jax.devices()[0].device_kind,
+        **provenance.facts(), "model": asked.model.name, "dots": machine.current().narrow,
         "shape": f"{PROMPTS} prompts x {GROUP}, {NEW} new tokens, prompts padded to {WIDTH}",
         "cpu_seconds": seconds, "median_cpu_seconds": medians,
         "ratio_to_plain": {name: medians[name] / medians[base] for name, (_, base) in arms().items()},

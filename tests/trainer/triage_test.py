@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp4rl_jax import models
+from fp4rl_jax import algorithms, corrections, models, plugins
 from fp4rl_jax.algorithms import dapo
 from fp4rl_jax.batch import TrainBatch
 from fp4rl_jax.corrections import tis
@@ -148,3 +148,35 @@ def test_the_slope_at_the_logprobs_is_that_of_the_documented_loss(reduction):
                 pull = q / np.sqrt(1 + q * q / 0.0005) / len(cols)
                 slope[row, cols] -= 0.015 * pull / float(denominators.segments)
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(logprobs), slope, rtol=2e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("correction", plugins.names(corrections))
+def test_gate_and_repair_compose_with_every_algorithm_under_every_correction(correction):
+    """The Gate scales what the correction lets through, Repair adds to it; off, neither is there."""
+    batch, weigh = make_batch(), plugins.load(corrections, correction)
+    noise = np.random.default_rng(1).normal(0, 0.05, batch.loss_mask.shape)
+    logprobs = jnp.asarray(np.where(batch.loss_mask, noise - np.log(24), 0), jnp.float32)
+    batch = dataclasses.replace(batch, old_logprobs=logprobs)
+    delta = jnp.where(batch.loss_mask, logprobs - batch.rollout_logprobs, 0)
+    weights = weigh.weights(delta, batch.loss_mask, weigh.Config())
+
+    def slope(algorithm, config: TriageConfig) -> np.ndarray:
+        shares = jax.tree.map(lambda x: x[None], batch)
+        denominators = terms.Denominators(loss=None, segments=terms.num_segments(shares, config))
+
+        def loss(lp):
+            share = terms.gated(batch, jax.lax.stop_gradient(lp), config)
+            found = algorithm.loss(lp, share, weights, algorithm.Config())
+            extra, _ = terms.added(share, lp, config, denominators)
+            return (found.sum + extra * found.count) / found.count
+
+        return np.asarray(jax.grad(loss)(logprobs))
+
+    gate = dataclasses.replace(BOTH, repair=RepairConfig())
+    for name in plugins.names(algorithms):
+        algorithm = plugins.load(algorithms, name)
+        plain, gated, both = (slope(algorithm, config) for config in (TriageConfig(), gate, BOTH))
+        assert np.all(np.isfinite(both)), name
+        assert np.any(plain) == np.any(gated) == np.any(np.asarray(weights)), name
+        assert not np.any(plain) or np.any(gated != plain), name
+        assert np.any(both != gated), name  # Repair pulls whatever the correction drops
