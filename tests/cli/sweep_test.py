@@ -141,6 +141,7 @@ def asks_at(monkeypatch, number: int) -> None:
     monkeypatch.setattr(_sweep_run, "stop_on_signals", lambda seconds: contextlib.nullcontext(Counted()))
 
 
+@pytest.mark.slow
 def test_a_sweep_stopped_by_its_budget_is_the_one_that_was_not(tmp_path, monkeypatch):
     """It is asked before a run, before the run's first step and after each of its three."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"

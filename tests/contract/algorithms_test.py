@@ -92,6 +92,7 @@ def test_config_is_frozen_and_hashable_by_value(name):
     assert dataclasses.replace(module.Config(), kl_coef=0.1).needs_reference
 
 
+@pytest.mark.fast_cases("grpo", "gspo")
 @pytest.mark.parametrize("name", NAMES)
 def test_microbatches_give_the_same_loss_and_gradient(name):
     module, config, batch, logprobs, weights = _case(name)
@@ -116,6 +117,7 @@ def test_microbatches_give_the_same_loss_and_gradient(name):
     assert float(jnp.max(jnp.abs(whole_grad))) > 1e-3
 
 
+@pytest.mark.fast_cases("grpo", "gspo")
 @pytest.mark.parametrize("name", NAMES)
 def test_sharding_over_devices_gives_the_same_loss(name):
     module, config, batch, logprobs, weights = _case(name)
@@ -200,6 +202,7 @@ def test_second_call_does_not_recompile(name):
     assert before >= 1 and _learn(module)._cache_size() == before
 
 
+@pytest.mark.fast_cases("grpo", "gspo")
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_of_tokens_reach_the_loss(name):
     """TRIAGE's Gate and whatever else weighs tokens composes with every algorithm."""

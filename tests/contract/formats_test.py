@@ -64,6 +64,7 @@ def test_it_is_a_value_found_by_its_file(fmt):
             formats.make(fmt, **{field.name: "no such value"})
 
 
+@pytest.mark.fast_cases("nvfp4")
 @each_format
 def test_encode_inverts_decode_on_every_code_and_scale(fmt):
     codes = jnp.arange(1 << fmt.code_bits, dtype=jnp.uint8)
@@ -227,6 +228,7 @@ def test_guidance_reproduces_the_rollout_where_it_can(fmt):
         quantized(fmt, x, rounding=fp4rl_jax.Guided())
 
 
+@pytest.mark.fast_cases("8-1-nvfp4")
 @each_format
 @pytest.mark.parametrize("axis", [pytest.param(0, marks=slow), 1])
 @pytest.mark.parametrize("devices", [pytest.param(2, marks=slow), pytest.param(4, marks=slow), 8])

@@ -38,6 +38,7 @@ def round_trip(x: np.ndarray, fmt: str, options: dict) -> np.ndarray:
     return np.array(fp4rl_jax.dequantize(fp4rl_jax.quantize(jnp.asarray(x), fmt, **options)))
 
 
+@pytest.mark.fast_cases("nvfp4", "hif4", "mxfp4 floor")
 @pytest.mark.parametrize("row", TABLE)
 def test_relative_error(row):
     (fmt, options), expected = TABLE[row]
@@ -60,6 +61,7 @@ RESIDUAL = {
 }
 
 
+@pytest.mark.fast_cases("0-nvfp4")
 @pytest.mark.parametrize("row", RESIDUAL)
 @pytest.mark.parametrize("column", [0, 2])
 def test_relative_error_after_a_residual_pass(row, column):

@@ -36,6 +36,7 @@ def _logits(loaded: interchange.Loaded, tokens: np.ndarray) -> np.ndarray:
         return np.asarray(run(loaded.params, jnp.asarray(tokens)))
 
 
+@pytest.mark.fast_cases("tiny_llama", "tiny_qwen3_moe")
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_models_equal_transformers(name: str) -> None:
     loaded = interchange.load(FIXTURES / name, dtype="float32")

@@ -61,6 +61,7 @@ def interpreted(args, kwargs, config: Config):
     return compiled(sm90.matmul, config=config, interpret=plgpu.InterpretGPUParams(), **kwargs)(*args)
 
 
+@pytest.mark.fast_cases("xla-nvfp4")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("impl", ["xla", "reference"])
 def test_implementations_match_the_reference(name, impl):

@@ -34,7 +34,7 @@ def logged() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("logged")
-@pytest.mark.fast_cases("one_update")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

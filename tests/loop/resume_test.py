@@ -19,6 +19,8 @@ from fp4rl_jax.runs import catalogue, exit_codes
 from fp4rl_jax.runs.files import read_lines
 from tests.processes import CACHE, start_child
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 STEPS = 4
 
@@ -69,7 +71,6 @@ def test_the_sides_agree_and_the_ratio_is_one(whole):
         assert line["updates_skipped"] == 0.0
 
 
-@pytest.mark.fast_cases("2")
 @pytest.mark.parametrize("first", [1, 2, 3])
 def test_resuming_after_any_step_changes_nothing(whole, tmp_path, first):
     assert train(config(tmp_path, f"loop.steps={first}")) == exit_codes.OK
@@ -80,7 +81,6 @@ def test_resuming_after_any_step_changes_nothing(whole, tmp_path, first):
         np.testing.assert_array_equal(restored(tmp_path)[path], leaf, err_msg=path)
 
 
-@pytest.mark.slow
 def test_guidance_in_host_memory_changes_no_metric_of_a_resumed_run(tmp_path):
     """1 + 1 steps with records in host memory are 2 with them on the device, but for the bytes there."""
     chosen = ("recipe.name=trace", "eval.problems=0", "trainer.microbatch_rows=2")
@@ -98,7 +98,6 @@ def test_guidance_in_host_memory_changes_no_metric_of_a_resumed_run(tmp_path):
         np.testing.assert_array_equal(other[path], leaf, err_msg=path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["quads", "trace"])
 def test_running_statistics_are_part_of_what_is_resumed(tmp_path, recipe):
     """A recipe whose rollout calibrates: 1 + 1 steps are 2 steps in metrics, columns and KV scales."""
@@ -202,7 +201,6 @@ def spawned(tmp_path_factory) -> Whole:
     return Whole(folder=warm, cache=cache, quiet=quiet, changes=changes)
 
 
-@pytest.mark.slow
 def test_sigterm_saves_and_asks_for_a_restart(spawned, tmp_path):
     process = spawn(tmp_path, spawned.cache)
     lines = tmp_path / "ci-grpo" / "metrics.jsonl"
@@ -214,7 +212,6 @@ def test_sigterm_saves_and_asks_for_a_restart(spawned, tmp_path):
     assert metrics(tmp_path) == metrics(spawned.folder)
 
 
-@pytest.mark.slow
 def test_a_run_killed_at_random_instants_ends_as_the_whole_one(spawned, tmp_path):
     """20 SIGKILLs at random instants of starting, stepping and saving; every finished run is the same run.
 

@@ -53,6 +53,7 @@ def packed_parts(rounding: str) -> tuple[_job.Builder, SupervisedParts]:
     )
 
 
+@pytest.mark.slow
 def test_packed_rows_get_the_key_of_random_rounding():
     """Traced only: with a key an update of packed rows has its shapes, without one it is refused."""
     made, parts = packed_parts("stochastic")

@@ -64,6 +64,7 @@ def test_statistics_count_real_tokens_and_every_weight(rng):
     assert int(weights["zero_scale"].count) == 3 * 32 * 3 - 1
 
 
+@pytest.mark.slow
 def test_sampled_tokens_counted_for_all_layers_at_once_are_those_of_each_layer(rng, monkeypatch):
     """Two pieces of layers; one token in thirteen, the last of them padding."""
     config = TINY["llama"]

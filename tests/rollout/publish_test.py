@@ -53,7 +53,7 @@ def test_both_sides_hold_the_same_codes(name, recipe):
     assert set(published.checksums) == quantized == set(published.stats)
 
 
-@pytest.mark.fast_cases("qat_w4a4", "quads")
+@pytest.mark.fast_cases("quads")
 @pytest.mark.parametrize("recipe", tiny.RECIPES)
 def test_what_never_changes_is_published_once_to_the_same_bits(recipe):
     """Embedding and lowest layer frozen: tree, checksums and statistics are those of publishing it whole.

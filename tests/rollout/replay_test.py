@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from fp4rl_jax import models
 from fp4rl_jax.batch import take_rows
@@ -18,6 +19,7 @@ MOE = dataclasses.replace(
 WIDTH, NEW, GROUP = 8, 6, 2
 
 
+@pytest.mark.slow
 def test_the_record_is_aligned_with_tokens_layers_and_rows():
     trainer, rollout = (
         dataclasses.replace(side, replay="measure") for side in tiny.sides("bf16", MOE, dtype="float32")

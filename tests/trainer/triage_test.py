@@ -150,6 +150,7 @@ def test_the_slope_at_the_logprobs_is_that_of_the_documented_loss(reduction):
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(logprobs), slope, rtol=2e-5, atol=1e-8)
 
 
+@pytest.mark.fast_cases("tis")
 @pytest.mark.parametrize("correction", plugins.names(corrections))
 def test_gate_and_repair_compose_with_every_algorithm_under_every_correction(correction):
     """The Gate scales what the correction lets through, Repair adds to it; off, neither is there."""

@@ -140,6 +140,7 @@ def test_frozen_parameters_stay_and_trained_ones_move():
         assert float(jnp.max(jnp.abs(leaf - state.trainable[path]))) > 0, path
 
 
+@pytest.mark.fast_cases("advantages")
 @pytest.mark.parametrize("where", ["advantages", "rollout_logprobs"])
 def test_a_non_finite_batch_changes_nothing_but_the_count_and_is_located(where):
     learner = make_learner(microbatch_rows=2)
