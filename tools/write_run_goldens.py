@@ -36,7 +36,7 @@ ROUNDED = (
 #: Over configs/ci/grpo.toml. Activations are float32, so that a CPU which adds in another order moves
 #: them by rounding alone; one layer, so that there is little to compile.
 SETTINGS = (
-    "run.tensorboard=off", "run.progress=off", "run.transcripts_every=0", f"loop.steps={STEPS}",
+    "run.tensorboard=off", "run.progress=off", "run.transcripts_every=0",
     "loop.group_size=8", "model.shape.num_layers=1", "trainer.dtype=float32", "trainer.remat=none",
     "trainer.optim.lr=3e-3", "rollout.dtype=float32", "rollout.max_new_tokens=4", "rollout.prompt_width=64",
     "task.name=callable", f"task.reward={LETTERS}:reward", f"task.train={LETTERS}:rows",
@@ -44,9 +44,15 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def run(recipe: str, folder: Path) -> dict[str, list[float | None]]:
+def run(recipe: str, folder: Path, steps: int = STEPS) -> dict[str, list[float | None]]:
     """The metrics of a run of `recipe` under `folder`, a list over steps by key; absent ones left out."""
-    words = [*SETTINGS, f"recipe.name={recipe}", f"run.root={folder}", f"run.name={recipe}"]
+    words = [
+        *SETTINGS,
+        f"loop.steps={steps}",
+        f"recipe.name={recipe}",
+        f"run.root={folder}",
+        f"run.name={recipe}",
+    ]
     code = train(config.load([str(ROOT / "configs" / "ci" / "grpo.toml")], words))
     if code:
         raise RuntimeError(f"the run of {recipe} ended with exit code {code}")

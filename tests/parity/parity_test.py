@@ -27,17 +27,17 @@ def same_specs(recipe: str) -> bool:
 
 
 #: A case compiles five programs. Every recipe on the dense model; the mixture and float32 where recipes
-#: differ in kind: no quantizer, both sides', the rollout's residual of blocks and of 2:4, guidance.
-KINDS = ("bf16", "qat_w4a4", "quads", "rollout_resq", "trace")
+#: differ in kind: both sides' quantizer, the rollout's residual, guidance.
+KINDS = ("qat_w4a4", "rollout_resq", "trace")
 CASES = [
     *itertools.product(tiny.RECIPES, ("dense",), ("bfloat16",)),
     *itertools.product(KINDS, ("moe",), ("bfloat16",)),
-    *itertools.product(KINDS[:3], ("dense",), ("float32",)),
+    ("qat_w4a4", "dense", "float32"),
 ]
 #: The KV formats on a dense model, followed by nearest rounding and by guidance; a recipe's own is above.
 KV_CASES = [
-    *(("qat_w4a4", "dense", "bfloat16", kv) for kv in ("nvfp4", "mxfp4", "hif4", "fp8_e4m3")),
-    *(("trace", "dense", "bfloat16", kv) for kv in ("hif4", "fp8_e4m3")),
+    *(("qat_w4a4", "dense", "bfloat16", kv) for kv in ("nvfp4", "mxfp4", "fp8_e4m3")),
+    ("trace", "dense", "bfloat16", "hif4"),
 ]
 #: A row is measured once, whichever tests read it.
 measure = functools.cache(table.measure)
@@ -87,13 +87,10 @@ def test_replay_changes_nothing_where_both_sides_agree_and_something_where_they_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("order", "most"), [("fixed", 0.0), ("free", 1.0)])
-def test_flipped_activation_codes_are_counted(order, most):
-    """None in the fixed order; in the free one the share is reported."""
-    setting = table.tiny_setting("qat_w4a4", "dense", dtype="bfloat16", order=order)
-    share = table.flipped_codes(setting, tiny.prompts(4))
-    print(f"{order}: {100 * share:.3f} % of the activation codes flipped")
-    assert 0.0 <= share <= most
+def test_no_activation_code_flips_in_the_fixed_order():
+    """The table reports the share in the free one."""
+    setting = table.tiny_setting("qat_w4a4", "dense", dtype="bfloat16", order="fixed")
+    assert table.flipped_codes(setting, tiny.prompts(4)) == 0.0
 
 
 @pytest.mark.slow
