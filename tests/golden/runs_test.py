@@ -62,10 +62,10 @@ def differs(key: str, found: float | None, wanted: float | None) -> bool:
 def test_steps_are_what_they_were(recipe: str, tmp_path: Path) -> None:
     """Counts and rewards to the bit, the rest within the bound.
 
-    On the CPU that wrote the file all twenty steps agree; the first eight are run here. Sums round differently
-    on another, so that a code flips and another token is sampled sooner or later: `trace` left its file at step
-    15 and `rollout_resq` at 19 on one without bfloat16 dots. A changed quantizer, loss or sampler shows in the
-    first steps.
+    On the CPU that wrote the file all twenty steps agree; the first eight are run here. Sums round
+    differently on another, so that a code flips and another token is sampled sooner or later: `trace` left
+    its file at step 15 and `rollout_resq` at 19 on one without bfloat16 dots. A changed quantizer, loss or
+    sampler shows in the first steps.
     """
     found, wanted = TOOL.run(recipe, tmp_path, RUN), golden(recipe)
     assert found.keys() == wanted.keys(), "run tools/write_run_goldens.py and read the diff"
