@@ -1,6 +1,7 @@
 """CPU time of a rollout with a residual term against the plain W4A4 rollout of the same format.
 
-    python benchmarks/residual_cost.py [--model models/smollm2] [--rounds 5] [--json PATH]
+    python benchmarks/residual_cost.py [--model models/smollm2] [--rounds 5] [--arms "hif4 dense" ...]
+        [--json PATH]
 
 Whole `sample` calls (weights decoded, prompts prefilled, tokens decoded) of compiled programs; all arms in
 one process, one call each in turn, so that a busy machine meets them alike. CPU time of the process, all
@@ -81,10 +82,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("models/smollm2"))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--arms", nargs="+", choices=list(arms()), default=list(arms()))
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     loaded = interchange.load(asked.model, dtype="float32")
-    calls = {name: caller(loaded, spec) for name, (spec, _) in arms().items()}
+    wanted = {*asked.arms, *(arms()[name][1] for name in asked.arms)}
+    calls = {name: caller(loaded, spec) for name, (spec, _) in arms().items() if name in wanted}
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(asked.rounds):
         for name, call in calls.items():
@@ -96,7 +99,7 @@ def main() -> None:
         **provenance.facts(), "model": asked.model.name, "dots": machine.current().narrow,
         "shape": f"{PROMPTS} prompts x {GROUP}, {NEW} new tokens, prompts padded to {WIDTH}",
         "cpu_seconds": seconds, "median_cpu_seconds": medians,
-        "ratio_to_plain": {name: medians[name] / medians[base] for name, (_, base) in arms().items()},
+        "ratio_to_plain": {name: medians[name] / medians[base] for name, (_, base) in arms().items() if name in wanted},
     }  # fmt: skip
     print(json.dumps(found, indent=1))
     if asked.json:

@@ -68,41 +68,36 @@ def unrun(x: Array, length: int) -> Array:
     return x.reshape(*x.shape[:-2], -1)[..., :length]
 
 
-def largest_two(magnitude: Array) -> Array:
-    """bool, True at the two largest of each run of four along the last axis.
+def largest_two_of_four(magnitude: Array, *, stride: int = 1) -> Array:
+    """bool, True at the two largest of every four consecutive units of the last axis.
 
-    Ties go to the lower index, by counting who comes before whom: no sort, no float arithmetic.
-    """
-    parts = [magnitude[..., i] for i in range(4)]
-    kept = []
-    for i, own in enumerate(parts):
-        before = jnp.zeros(own.shape, jnp.int32)
-        for j, other in enumerate(parts):
-            if j != i:
-                before += ((other >= own) if j < i else (other > own)).astype(jnp.int32)
-        kept.append(before < 2)
-    return jnp.stack(kept, axis=-1)
-
-
-def largest_two_of_four(magnitude: Array) -> Array:
-    """`largest_two` of every four consecutive elements of the last axis, in the array's own shape.
-
-    The neighbours at distance 1 to 3 are read by shifting whole rows, which runs in vectors where a
-    last axis of four would not.
+    Ties go to the lower index, by counting who comes before whom: no sort, no float arithmetic. The
+    neighbours at distance 1 to 3 are read by shifting whole rows, which runs in vectors where a last axis
+    of four would not.
 
     Args:
-        magnitude: [..., K] non-negative float32; a short last run keeps at most two as well.
+        magnitude: [..., K] non-negative float32, equal within a unit; a short last run keeps two at most.
+        stride: elements of a unit.
     """
-    length = magnitude.shape[-1]
-    place = jnp.arange(length) % 4
-    padded = once(jnp.pad(magnitude, [(0, 0)] * (magnitude.ndim - 1) + [(3, 3)], constant_values=-1.0))
+    length, edge = magnitude.shape[-1], 3 * stride
+    place = jnp.arange(length) // stride % 4
+    sides = [(0, 0)] * (magnitude.ndim - 1) + [(edge, edge)]
+    padded = once(jnp.pad(magnitude, sides, constant_values=-1.0))
     before = jnp.zeros(magnitude.shape, jnp.int32)
     for distance in (-3, -2, -1, 1, 2, 3):
-        other = padded[..., 3 + distance : 3 + distance + length]
-        first = (other >= magnitude) if distance < 0 else (other > magnitude)
+        first = edge + stride * distance
+        other = padded[..., first : first + length]
+        wins = (other >= magnitude) if distance < 0 else (other > magnitude)
         inside = (place + distance >= 0) & (place + distance < 4)
-        before += (first & inside).astype(jnp.int32)
+        before += (wins & inside).astype(jnp.int32)
     return before < 2
+
+
+def with_partner(x: Array) -> Array:
+    """Sums of adjacent pairs of the last axis, at both elements of each: [..., K], K even."""
+    padded = once(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(1, 1)]))
+    first = jnp.arange(x.shape[-1]) % 2 == 0
+    return x + jnp.where(first, padded[..., 2:], padded[..., :-2])
 
 
 def ordered_sum(x: Array) -> Array:

@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from fp4rl_jax.arrays import Array
-from fp4rl_jax.quantizers.residual._base import largest_two, runs, unrun
+from fp4rl_jax.quantizers.residual._base import largest_two_of_four, with_partner
 from fp4rl_jax.quantizers.residual._halves import Halves
 
 
@@ -17,9 +17,10 @@ class Pairs48(Halves):
     run: ClassVar[int] = 8
 
     def kept(self, residual: Array) -> Array:
-        pairs = runs(residual * residual, 8)
-        energy = pairs[..., 0::2] + pairs[..., 1::2]  # [M, n, 4]; squares of codes are exact
-        return unrun(jnp.repeat(largest_two(energy), 2, axis=-1), residual.shape[-1])
+        length = residual.shape[-1]
+        even = jnp.pad(residual, ((0, 0), (0, length % 2)))  # an odd last one has a partner of zero
+        energy = with_partner(even * even)  # squares of codes are exact
+        return largest_two_of_four(energy, stride=2)[:, :length]
 
 
 SELECTION = Pairs48()
