@@ -99,7 +99,7 @@ def main() -> None:
         **provenance.facts(), "model": asked.model.name, "dots": machine.current().narrow,
         "shape": f"{PROMPTS} prompts x {GROUP}, {NEW} new tokens, prompts padded to {WIDTH}",
         "cpu_seconds": seconds, "median_cpu_seconds": medians,
-        "ratio_to_plain": {name: medians[name] / medians[base] for name, (_, base) in arms().items() if name in wanted},
+        "ratio_to_plain": {name: medians[name] / medians[arms()[name][1]] for name in calls},
     }  # fmt: skip
     print(json.dumps(found, indent=1))
     if asked.json:
