@@ -170,6 +170,7 @@ def test_a_sweep_stopped_by_its_budget_is_the_one_that_was_not(tmp_path, monkeyp
     assert cli.main([*words, f"--root={parts}"]) == exit_codes.OK
 
 
+@pytest.mark.slow
 def test_an_arm_that_fails_is_named_and_stops_no_other(tmp_path, monkeypatch, capsys):
     wide = '[[arms]]\nname = "narrow"\nset = ["recipe.name=bf16", "rollout.prompt_width=20"]\n'
     words = ["sweep", sweep_file(tmp_path, HEAD.replace("steps=3", "steps=1") + wide + BF16)]
