@@ -73,7 +73,7 @@ def sampler_of(config: ModelConfig, side: Side, params: Any, shape: rl_step.Shap
     """A function that samples rows of full length."""
     seen = jax.tree.map(jnp.ones_like, calibrate.empty(config, side))  # of no effect on the times
     published = publish(params, config=config, side=side, version=0, calibration=seen)
-    call = rl_step.rollout_of(published, config, side, shape)
+    call = rl_step.rollout_of(published, config, side, shape, "stacked")
     return lambda: call(shape.tokens)
 
 

@@ -207,7 +207,7 @@ def time_rollouts(recipe: str, kept: str, options: argparse.Namespace, deadline:
             shape = Shape(
                 prompts=rows // group, group=group, prompt_width=64, tokens=options.tokens, microbatch=rows
             )
-            call = rollout_of(published, config, side, shape)
+            call = rollout_of(published, config, side, shape, "stacked")
             whole, first = timed(lambda: call(options.tokens).tokens, options.repeats)  # noqa: B023
             one, _ = timed(lambda: call(1).tokens, options.repeats)  # noqa: B023
             rate = rows * (options.tokens - 1) / (whole - one)
