@@ -55,8 +55,10 @@ def main() -> int:
 
 def train(recipe: str, *, config: str, runs: Path, steps: int) -> int:
     """Trains one arm, or resumes it; returns the exit code."""
-    words = [f"recipe.name={recipe}", f"run.name={recipe}", f"run.root={runs}", "run.resume=auto"]
-    words.append(f"loop.steps={steps}")
+    words = [
+        f"recipe.name={recipe}", f"run.name={recipe}", f"run.root={runs}", "run.resume=auto",
+        f"loop.steps={steps}",
+    ]  # fmt: skip
     flags = [flag for word in words for flag in ("--set", word)]
     print(f"== {recipe}", file=sys.stderr, flush=True)
     return subprocess.run([sys.executable, "-m", "fp4rl_jax", "train", "--config", config, *flags]).returncode

@@ -15,7 +15,7 @@ from fp4rl_jax.models.config import ModelConfig
 from fp4rl_jax.models.params import num_stacked
 from fp4rl_jax.models.routing import Watch
 from fp4rl_jax.objectives.means import add_sums
-from fp4rl_jax.ops.spec import Capture, Side
+from fp4rl_jax.ops.spec import Capture, MatmulSpec, Side
 from fp4rl_jax.parallel import BATCH, constrain
 
 Remat = Literal["none", "layer"]
@@ -151,7 +151,16 @@ def _together(parts: list[PyTree], side: Side) -> PyTree:
 
     A piece whose weights came prepared has not counted them.
     """
-    parts = [jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), part) for part in _counted(parts, side)]
+    kept: dict[str, list[ops.Kept]] = {}
+    counted: list[PyTree] = []
+    for part in parts:
+        counted.append({})
+        for site, found in part.items():
+            if isinstance(found, ops.Kept):
+                kept.setdefault(site, []).append(found)
+            else:
+                counted[-1][site] = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), found)
+    parts = [*counted, {site: _count(found, side.specs[site]) for site, found in kept.items()}]
     total: dict[str, dict[str, PyTree]] = {}
     for part in parts:
         for site, operands in part.items():
@@ -161,20 +170,8 @@ def _together(parts: list[PyTree], side: Side) -> PyTree:
     return total
 
 
-def _counted(parts: list[PyTree], side: Side) -> list[PyTree]:
-    """The parts, with the sites that kept their tokens, [layers, m, K], counted over all parts at once."""
-    kept: dict[str, list[ops.Kept]] = {}
-    rest = [
-        {site: found for site, found in part.items() if not isinstance(found, ops.Kept)} for part in parts
-    ]
-    for part in parts:
-        for site, found in part.items():
-            if isinstance(found, ops.Kept):
-                kept.setdefault(site, []).append(found)
-    sums = {}
-    for site, found in kept.items():
-        act = side.specs[site].act
-        assert act is not None  # or nothing was kept
-        every = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *found)
-        sums[site] = {"act": ops.kept_stats(every, ops.unguided(act))}
-    return [*rest, jax.tree.map(lambda leaf: leaf[None], sums)]
+def _count(kept: list[ops.Kept], spec: MatmulSpec) -> dict[str, PyTree]:
+    """The sums of a site's kept tokens, [layers, m, K] of every piece."""
+    assert spec.act is not None  # or nothing was kept
+    every = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *kept)
+    return {"act": ops.kept_stats(every, ops.unguided(spec.act))}
