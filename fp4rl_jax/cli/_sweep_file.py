@@ -25,6 +25,12 @@ Measure = Literal[
     "overhead",
 ]
 
+#: Courses that every record has.
+COURSES = ("reward_mean", "mismatch_kl", "logprob_gap_max", "step_seconds")
+
+#: What is kept of a finished run's folder.
+Keep = Literal["all", "results"]
+
 #: What names a run's folder, together with factors and keys.
 NAME = re.compile(r"[A-Za-z0-9_.+-]+")
 #: Set by the sweep for every run.
@@ -150,6 +156,9 @@ class SweepSection:
         batch_keys: "off", one run after another; "on", an arm's keys in one program, is refused: a key's
             run would not be its own run's bits (docs/SWEEP.md).
         columns: further metrics keys of the table, medians over the steps; `*` means over all that match.
+        record: further metrics keys of the record alone, for the sweeps that take runs from it.
+        keep: of a finished run "all", or "results": metrics and transcripts, and no checkpoints unless
+            an arm evaluates its policy.
         arms: in the order in which they are run.
     """
 
@@ -164,6 +173,8 @@ class SweepSection:
     last: int = 20
     draw: tuple[str, ...] = ("reward_mean", "mismatch_kl")
     columns: tuple[str, ...] = ()
+    record: tuple[str, ...] = ()
+    keep: Keep = "all"
     batch_keys: Literal["off", "on"] = "off"
     arms: tuple[ArmSection, ...]
 
@@ -180,6 +191,11 @@ class SweepSection:
             check_name("baseline", self.baseline, names)
         for arm in self.arms:
             self._require_known(arm, names)
+
+    @property
+    def courses(self) -> tuple[str, ...]:
+        """The metrics keys that the record keeps of every run."""
+        return tuple(dict.fromkeys((*COURSES, *self.draw, *self.columns, *self.record)))
 
     def _require_known(self, arm: ArmSection, names: list[str]) -> None:
         """Refuses arms that are not there, and a factor that an arm sets itself."""

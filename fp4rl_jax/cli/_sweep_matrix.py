@@ -8,8 +8,8 @@ from typing import Literal
 
 from fp4rl_jax import config as configs
 from fp4rl_jax.arrays import check_name
-from fp4rl_jax.cli import _flags
-from fp4rl_jax.cli._sweep_file import ArmSection, SweepSection, text
+from fp4rl_jax.cli import _flags, _sweep_finished
+from fp4rl_jax.cli._sweep_file import ArmSection, Keep, SweepSection, text
 from fp4rl_jax.config import Config, ConfigError
 from fp4rl_jax.runs import Checkpointer
 from fp4rl_jax.runs.directory import (
@@ -55,6 +55,7 @@ class Cell:
         overrides: of the words those that are not every arm's.
         config: what files and words resolve to.
         source: the run whose final policy this one evaluates, training nothing, or None.
+        keep: of its folder once it is finished; "all" where another run evaluates its policy.
     """
 
     group: Group
@@ -64,6 +65,7 @@ class Cell:
     overrides: tuple[str, ...]
     config: Config
     source: "Cell | None" = None
+    keep: Keep = "all"
 
     @property
     def name(self) -> str:
@@ -114,7 +116,7 @@ def expand(sweep: SweepSection) -> tuple[Cell, ...]:
             "batch_keys = 'on': an update of several keys in one program does not give each key the bits of"
             " its own run, so it could not be resumed as one (docs/SWEEP.md): expected 'off'"
         )
-    cells = tuple(_cells(sweep))
+    cells = _with_keep(tuple(_cells(sweep)), sweep.keep)
     seen: dict[str, Cell] = {}
     folders: dict[str, Cell] = {}
     for cell in cells:
@@ -130,6 +132,11 @@ def expand(sweep: SweepSection) -> tuple[Cell, ...]:
                 " keys that differ in a setting"
             )
     return cells
+
+
+def _with_keep(cells: tuple[Cell, ...], keep: Keep) -> tuple[Cell, ...]:
+    sources = {cell.source.name for cell in cells if cell.source is not None}
+    return tuple(dataclasses.replace(cell, keep="all" if cell.name in sources else keep) for cell in cells)
 
 
 def _cells(sweep: SweepSection) -> Iterator[Cell]:
@@ -189,9 +196,9 @@ def progress(cell: Cell) -> Progress:
     """What lies in the cell's folder, read without opening it."""
     path = cell.config.run.path
     steps = Checkpointer(path / CHECKPOINTS).steps() if (path / CHECKPOINTS).is_dir() else ()
-    done = steps[-1] if steps else 0
+    done = max([*steps, _sweep_finished.steps(path)])
     evaluated = [line["step"] for line in read_lines(path / EVALS)]
-    if not steps and not evaluated:
+    if not done and not steps and not evaluated:
         return Progress(state="to do", steps=0)
     changed = differing(read_json(path / CONFIG), configs.as_dict(cell.config))
     if changed:

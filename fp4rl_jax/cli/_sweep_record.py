@@ -20,8 +20,6 @@ from fp4rl_jax.runs.report.panels import panel_of, panel_series
 
 #: Of a record's file. The first had neither digests, nor what each run was made on and shared.
 FORMAT = 2
-#: Courses that every record has.
-COURSES = ("reward_mean", "mismatch_kl", "logprob_gap_max", "step_seconds")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,21 +96,24 @@ def of_folders(
     return SweepRecord(sweep=sweep, runs=tuple(runs))
 
 
-def finished_in(record: SweepRecord, cells: Sequence[Cell]) -> dict[str, RunRecord]:
+def finished_in(record: SweepRecord, sweep: SweepSection, cells: Sequence[Cell]) -> dict[str, RunRecord]:
     """By name, the runs that need not be run: of the same configuration in the record, and not done here.
 
-    The record may have been made elsewhere, and of another matrix.
+    The record may have been made elsewhere, and of another sweep, in which the same configuration is an arm
+    of another name. What it did not keep of a run that `sweep` shows makes it another run.
     """
-    done = {run.name: run for run in record.runs if run.state == "done"}
-    found = {
-        cell.name: done[cell.name] for cell in cells if cell.name in done and progress(cell).state != "done"
+    done = {
+        run.digest: run
+        for run in record.runs
+        if run.state == "done" and run.courses.keys() >= {*sweep.courses}
     }
-    return {cell.name: found[cell.name] for cell in cells if _is_run(cell, found.get(cell.name))}
-
-
-def _is_run(cell: Cell, run: RunRecord | None) -> bool:
-    named = (cell.group.arm, dict(cell.group.factors), cell.key, cell.digest)
-    return run is not None and (run.arm, run.factors, run.key, run.digest) == named
+    left = [cell for cell in cells if cell.digest in done and progress(cell).state != "done"]
+    return {
+        cell.name: dataclasses.replace(
+            done[cell.digest], name=cell.name, arm=cell.group.arm, factors=dict(cell.group.factors)
+        )
+        for cell in left
+    }
 
 
 def dump(record: SweepRecord) -> bytes:
@@ -178,12 +179,11 @@ def _run(cell: Cell, sweep: SweepSection, failure: Failure | None, sharing: Shar
     if data is None:
         return RunRecord(**common)
     points = pass_points(data)
-    keys = dict.fromkeys((*COURSES, *sweep.draw, *sweep.columns))
     return RunRecord(
         **common,
         made=_made(data.manifest),
         shared=sharing.count(cell.name),
-        courses={key: _course(data, key) for key in keys},
+        courses={key: _course(data, key) for key in sweep.courses},
         before=_point(points, 0),
         after=_point(points, cell.config.loop.steps),
     )

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import jax
 
-from fp4rl_jax.cli import _failures, _sweep_failures, _sweep_matrix, _sweep_policy, _sweep_workers
+from fp4rl_jax.cli import (
+    _failures,
+    _sweep_failures,
+    _sweep_finished,
+    _sweep_matrix,
+    _sweep_policy,
+    _sweep_workers,
+)
 from fp4rl_jax.cli._sweep_failures import Failure
 from fp4rl_jax.cli._sweep_matrix import Cell
 from fp4rl_jax.cli._sweep_progress import Runs, Steps
@@ -54,6 +61,9 @@ def run_cells(
         root.mkdir(parents=True, exist_ok=True)
     keep_programs(root)
     here = [cell for cell in cells if cell.name not in elsewhere]
+    for cell in here:
+        if _sweep_matrix.progress(cell).state == "done":
+            _keep_of(cell)
     failed = _sweep_failures.failures(here, root) | _without_policy(here, elsewhere)
     try:
         with stop_on_signals(seconds) as stop:
@@ -137,6 +147,12 @@ def run_one(cell: Cell, root: Path, *, seconds: float | None, lifeline: int | No
     return ended
 
 
+def _keep_of(cell: Cell) -> None:
+    """Leaves of a finished run's folder what is to be kept."""
+    if cell.keep == "results":
+        _sweep_finished.give_up_checkpoints(cell.config.run.path, steps=cell.steps)
+
+
 def watch(lifeline: int) -> None:
     """Sends this process SIGTERM once no process holds the other end of the pipe any more."""
 
@@ -152,7 +168,11 @@ def _run(cell: Cell, stop: StopRequest, shown: Progress) -> int | Failure:
     try:
         if cell.source is not None:
             return _sweep_policy.evaluate(cell, cell.source, shown)
-        return train(cell.config, stop=stop, progress=shown)
+        _sweep_finished.begin_anew(cell.config.run.path)
+        ended = train(cell.config, stop=stop, progress=shown)
+        if ended == exit_codes.OK:
+            _keep_of(cell)
+        return ended
     except (*_failures.expected(), jax.errors.JaxRuntimeError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         known = isinstance(error, tuple(_failures.expected()))

@@ -58,8 +58,9 @@ def _define_flags(values: flags.FlagValues) -> None:
         "workers", 1, "runs at a time, each in a process of its own; they share the device", lower_bound=1,
         flag_values=values,
     )  # fmt: skip
-    flags.DEFINE_string(
-        "into", None, "record (sweep.json) of an earlier call whose finished runs are kept, not run again",
+    flags.DEFINE_multi_string(
+        "into", [], "record (sweep.json) of an earlier call whose finished runs are kept, not run again;"
+        " repeatable",
         flag_values=values,
     )  # fmt: skip
     flags.DEFINE_string(
@@ -97,7 +98,7 @@ def _run(file: Path, values: flags.FlagValues, page: Path | None) -> int:
     with _failures.settings():
         sweep = _overridden(_sweep_file.load(str(file)), values)
     cells = _sweep_matrix.expand(sweep)
-    recorded = _recorded(values, cells)
+    recorded = _recorded(values, sweep, cells)
     if values["dry_run"].value:
         print(_sweep_matrix.matrix(cells, recorded))
         return exit_codes.OK
@@ -123,19 +124,24 @@ def _run(file: Path, values: flags.FlagValues, page: Path | None) -> int:
     return exit_codes.ARM if failed else exit_codes.OK
 
 
-def _recorded(values: flags.FlagValues, cells: "Sequence[Cell]") -> "dict[str, RunRecord]":
-    """The runs that the record of `--into` has finished and this folder has not; says how many on stderr."""
-    if values["into"].value is None:
-        return {}
+def _recorded(
+    values: flags.FlagValues, sweep: "SweepSection", cells: "Sequence[Cell]"
+) -> "dict[str, RunRecord]":
+    """The runs that a record of `--into` has finished and this folder has not; says how many on stderr."""
     from fp4rl_jax.cli import _sweep_record
 
-    path = Path(_flags.get(values, "into", str))
-    with _failures.settings():
-        record = _sweep_record.parse(path)
-    found = _sweep_record.finished_in(record, cells)
-    done = [run.name for run in record.runs if run.state == "done"]
-    print(f"{path}: {len(found)} of its {len(done)} finished runs are kept and not run here", file=sys.stderr)
-    return found
+    recorded: dict[str, RunRecord] = {}
+    for path in values["into"].value or ():
+        with _failures.settings():
+            record = _sweep_record.parse(Path(path))
+        found = _sweep_record.finished_in(record, sweep, cells)
+        done = [run.name for run in record.runs if run.state == "done"]
+        print(
+            f"{path}: {len(found)} of its {len(done)} finished runs are kept and not run here",
+            file=sys.stderr,
+        )
+        recorded |= found
+    return recorded
 
 
 def _workers(file: Path, sweep: "SweepSection", values: flags.FlagValues) -> "Workers | None":

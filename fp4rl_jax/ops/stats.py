@@ -1,4 +1,4 @@
-"""What a quantization did to its input, counted: underflow, saturation, dead blocks."""
+"""What a quantization did to its input: underflow, saturation, dead blocks, error."""
 
 import math
 from typing import Literal
@@ -58,8 +58,8 @@ def keep(x: Array, quantizer: Quantizer, *, mask: Array) -> Kept | None:
 
 
 def kept_stats(kept: Kept, quantizer: Quantizer) -> dict[str, Sums]:
-    """What `act_stats` finds in the kept tokens of all layers: x [..., K], mask [...]. The counts are exact,
-    so it is the sum of what it would have found layer by layer."""
+    """What `act_stats` finds in the kept tokens of all layers: x [..., K], mask [...]. Counts are exact, so
+    they are the sums of what it would have found layer by layer; those of squares are up to rounding."""
     seen, q = quantizer.seen(kept.x), quantizer.quantize(kept.x, axis=-1)
     return quant_stats(seen, q, mask=kept.mask)
 
@@ -73,10 +73,11 @@ def quant_stats(x: Array, q: QTensor, *, mask: Array | None = None) -> dict[str,
         mask: [...] bool over the rows, True where a row counts; all by default.
 
     Returns:
-        Sums by name, each a float32 count over a float32 count (see `count_true`):
+        Sums by name, the first three a float32 count over a float32 count (see `count_true`):
         `underflow`: nonzero inputs whose code is zero, of the nonzero inputs;
         `saturation`: inputs beyond the largest magnitude of their block, of all inputs;
-        `zero_scale`: blocks whose scale is zero, of the blocks with a nonzero input.
+        `zero_scale`: blocks whose scale is zero, of the blocks with a nonzero input;
+        and `error`, the sum of squares of `q` less x over that of x.
 
     Raises:
         ValueError: `q` is not of x's shape with its last axis quantized.
@@ -97,6 +98,7 @@ def quant_stats(x: Array, q: QTensor, *, mask: Array | None = None) -> dict[str,
         "underflow": _share(nonzero & (code_magnitude == 0), nonzero),
         "saturation": _share(counted & beyond, counted),
         "zero_scale": _share(live & dead, live),
+        "error": _relative_error(x, q, counted),
     }
 
 
@@ -196,6 +198,16 @@ def _blocks(x: Array, count: int, block: int) -> Array:
 def _share(hits: Array, among: Array) -> Sums:
     """How many of `among` are `hits`."""
     return Sums(total=count_true(hits), count=count_true(among), carry=jnp.zeros([], jnp.float32))
+
+
+def _relative_error(x: Array, q: QTensor, counted: Array) -> Sums:
+    """Energy of the error over that of x, where `counted` [..., K]; both 0 where x is."""
+    wide = x.astype(jnp.float32)
+    error = jnp.where(counted, q.dequantize() - wide, 0.0)
+    energy = jnp.where(counted, wide, 0.0)
+    return Sums(
+        total=jnp.sum(error * error), count=jnp.sum(energy * energy), carry=jnp.zeros([], jnp.float32)
+    )
 
 
 def count_true(x: Array) -> Array:

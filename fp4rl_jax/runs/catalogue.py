@@ -105,6 +105,7 @@ CATALOGUE = (
     Metric("quant/*/underflow", "0..1", "Share of non-zero values whose code is zero."),
     Metric("quant/*/saturation", "0..1", "Share of values beyond their block's largest."),
     Metric("quant/*/zero_scale", "0..1", "Share of non-zero blocks whose scale is zero."),
+    Metric("quant/*/error", "factor", "Energy of the quantization error over that of the values."),
     Metric(
         "quant/*/guided", "0..1", "Share of values that guidance rounds to another than the nearest code."
     ),

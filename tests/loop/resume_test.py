@@ -56,7 +56,7 @@ def test_every_metric_is_documented_and_every_step_is_there(whole):
         f"quant/{what}/{site}/{name}"
         for what in ("rollout", "trainer", "weights")
         for site in ("attn/qkv", "attn/out", "mlp/gate_up", "mlp/down")
-        for name in ("underflow", "saturation", "zero_scale")
+        for name in ("underflow", "saturation", "zero_scale", "error")
     ]
     assert sorted(key for key in lines[0] if key.startswith("quant/")) == sorted(counted)
     assert all(0 < line["quant/trainer/mlp/down/underflow"] < 1 for line in lines)

@@ -80,8 +80,15 @@ def test_sampled_tokens_counted_for_all_layers_at_once_are_those_of_each_layer(r
     by_layer, at_once = found.values()
     assert set(by_layer) == set(models.sites(config))
     assert jax.tree.structure(by_layer) == jax.tree.structure(at_once)
-    for ours, theirs in zip(jax.tree.leaves(by_layer), jax.tree.leaves(at_once), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    for site, operands in by_layer.items():
+        for name, ours in operands["act"].items():
+            theirs = at_once[site]["act"][name]
+            if name == "error":  # sums of squares, in another order: float32 rounding of at most 2^-12 terms
+                np.testing.assert_allclose(
+                    [ours.total, ours.count], [theirs.total, theirs.count], rtol=2**-12
+                )
+            else:
+                assert (ours.total, ours.count) == (theirs.total, theirs.count)
     assert 0 < float(at_once["mlp/down"]["act"]["underflow"].total)
 
 

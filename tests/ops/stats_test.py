@@ -22,8 +22,9 @@ act_stats = jax.jit(ops.act_stats, static_argnums=1, static_argnames="stats")
 
 
 def shares(x, q, **kwargs) -> dict[str, tuple[int, int]]:
+    """The counts, as integers."""
     found = jax.jit(ops.quant_stats)(x, q, **kwargs)
-    return {name: (int(s.total), int(s.count)) for name, s in found.items()}
+    return {name: (int(s.total), int(s.count)) for name, s in found.items() if name != "error"}
 
 
 def row(*head: float) -> list[float]:
@@ -51,6 +52,14 @@ def test_masked_rows_and_empty_blocks_are_not_counted() -> None:
     mask = jnp.asarray([True, False, True])
     found = shares(x, quantize(x, "nvfp4", outer="row"), mask=mask)
     assert found == {"underflow": (1, 2), "saturation": (0, 32), "zero_scale": (0, 1)}
+
+
+def test_the_error_is_the_counted_rows_energy_of_what_was_lost() -> None:
+    """MXFP4, scale 1: 7 becomes 6, 0.2 becomes 0, 0.5 stays; the second row does not count."""
+    x = jnp.asarray([row(7.0, 0.2, 0.5), row(1.0, 0.3), row()], jnp.float32)
+    error = ops.quant_stats(x, quantize(x, "mxfp4"), mask=jnp.asarray([True, False, True]))["error"]
+    np.testing.assert_allclose([error.total, error.count], [1.0 + 0.04, 49.0 + 0.04 + 0.25], rtol=1e-6)
+    assert float(ops.quant_stats(x[2:], quantize(x[2:], "mxfp4"))["error"].mean()) == 0.0
 
 
 def test_the_last_short_block_is_its_own() -> None:
