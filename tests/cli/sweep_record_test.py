@@ -8,6 +8,7 @@ import pytest
 
 from fp4rl_jax import cli
 from fp4rl_jax.cli import _sweep_file, _sweep_matrix, _sweep_record, _sweep_run
+from fp4rl_jax.cli._sweep_file import COURSES
 from fp4rl_jax.cli._sweep_matrix import Cell
 from fp4rl_jax.cli._sweep_record import RunRecord, SweepRecord
 from fp4rl_jax.runs import exit_codes
@@ -39,7 +40,7 @@ def cells_of(tmp_path: Path, text: str = HEAD) -> tuple[Cell, ...]:
 def done(cell: Cell, **more) -> RunRecord:
     given = {"state": "done", "steps": cell.steps, "digest": cell.digest, "shared": 9, **more}
     made = {"date": "2026-12-01", "device": "1 x elsewhere", "jax": "1"}
-    courses = {"reward_mean": [[step, 0.5] for step in range(cell.steps)]}
+    courses = {key: [[step, 0.5] for step in range(cell.steps)] for key in COURSES}
     return RunRecord(
         name=cell.name, arm=cell.group.arm, key=cell.key, factors=dict(cell.group.factors), total=cell.steps,
         courses=courses, made=made, **given,
@@ -69,19 +70,27 @@ def test_a_digest_counts_what_makes_another_run(tmp_path):
     assert other_policy[2].digest != policy.digest  # its own configuration is the same
 
 
-def test_a_record_satisfies_a_run_of_the_same_name_arm_and_configuration(tmp_path):
+def test_a_record_satisfies_a_run_of_the_same_configuration_whatever_its_arm_is_called(tmp_path):
     cells = cells_of(tmp_path)
     first, second, policy, _ = cells
+    sweep = _sweep_file.load(str(tmp_path / "sweep.toml"))
     runs = (
-        done(first),
+        dataclasses.replace(done(first), name="yardstick-0", arm="yardstick", factors={"engine_gap": "none"}),
         done(second, digest="0" * 64),
-        dataclasses.replace(done(policy), arm="other"),
-        dataclasses.replace(done(first), name="gone-0"),
+        done(policy, state="partial"),
     )
-    earlier = SweepRecord(sweep=_sweep_file.load(str(tmp_path / "sweep.toml")), runs=runs)
-    assert _sweep_record.finished_in(earlier, cells) == {"bf16-0": done(first)}
-    partial = dataclasses.replace(earlier, runs=(done(first, state="partial"),))
-    assert _sweep_record.finished_in(partial, cells) == {}
+    earlier = SweepRecord(sweep=sweep, runs=runs)
+    assert _sweep_record.finished_in(earlier, sweep, cells) == {"bf16-0": done(first)}
+
+
+def test_a_record_without_a_course_that_the_sweep_shows_satisfies_nothing(tmp_path):
+    cells = cells_of(tmp_path)
+    sweep = _sweep_file.load(str(tmp_path / "sweep.toml"))
+    earlier = SweepRecord(sweep=sweep, runs=tuple(map(done, cells)))
+    assert len(_sweep_record.finished_in(earlier, sweep, cells)) == 4
+    for field in ("draw", "columns", "record"):
+        wanting = dataclasses.replace(sweep, **{field: ("reward_mean", "entropy")})
+        assert _sweep_record.finished_in(earlier, wanting, cells) == {}
 
 
 def started(monkeypatch) -> list[str]:
@@ -112,6 +121,18 @@ def test_what_an_earlier_record_has_finished_is_kept_and_not_run(tmp_path, monke
     assert "date 2026-12-01, device 1 x elsewhere, jax 1." in (tmp_path / "runs" / "sweep.md").read_text()
     assert cli.main([words[0], words[1], f"--into={tmp_path / 'runs' / 'sweep.json'}"]) == exit_codes.OK
     assert _sweep_record.parse(tmp_path / "runs" / "sweep.json") == made
+
+
+def test_several_records_are_taken_together(tmp_path, monkeypatch, capsys):
+    cells = cells_of(tmp_path)
+    files = []
+    for number in (0, 1):
+        files.append(written(tmp_path, done(cells[number])).rename(tmp_path / f"{number}.json"))
+    names = started(monkeypatch)
+    words = [f"--into={file}" for file in files]
+    assert cli.main(["sweep", str(tmp_path / "sweep.toml"), "--failed=again", *words]) == exit_codes.ARM
+    assert names == []  # the other two are of policies that lie elsewhere
+    assert [f"{file}: 1 of its 1 finished runs" in capsys.readouterr().err for file in files[:1]] == [True]
 
 
 def test_a_policy_that_is_in_the_earlier_record_alone_is_refused_by_name(tmp_path, monkeypatch, capsys):

@@ -6,14 +6,16 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from fp4rl_jax import cli
-from fp4rl_jax.cli import _sweep_file, _sweep_matrix, _sweep_run
+from fp4rl_jax.cli import _sweep_file, _sweep_matrix, _sweep_record, _sweep_run
+from fp4rl_jax.config import as_dict
 from fp4rl_jax.configuring import ConfigError
 from fp4rl_jax.loop.stop import StopRequest, stop_on_signals
-from fp4rl_jax.runs import catalogue, exit_codes
-from fp4rl_jax.runs.files import read_json, read_lines
+from fp4rl_jax.runs import Checkpointer, catalogue, exit_codes
+from fp4rl_jax.runs.files import dump_json, dump_lines, read_json, read_lines
 from tests.processes import CACHE
 
 ROOT = Path(__file__).parents[2]
@@ -275,6 +277,42 @@ def test_an_arm_can_evaluate_the_final_policy_of_another(workers, tmp_path, monk
         and not (tmp_path / "runs/post_hoc-0/metrics.jsonl").exists()
     )
     assert (runs["post_hoc"]["steps"], runs["post_hoc"]["total"]) == (0, 0)
+
+
+def test_finished_runs_give_up_their_checkpoints_but_for_policies_that_are_evaluated(tmp_path, monkeypatch):
+    """Their results stay what they were, and they are not run again, unless they are to have more steps."""
+    text = HEAD + 'keep = "results"\n' + BF16 + NAIVE + POST_HOC.replace("RECIPE", "fp8_rollout")
+    text = text.replace("steps=3", 'steps=3", "eval.problems=4')
+    trained: list[str] = []
+
+    def train(config, **_):
+        path = config.run.path
+        trained.append(config.run.name)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_bytes(dump_json(as_dict(config)))
+        lines = [{"step": step, "reward_mean": 0.25} for step in range(config.loop.steps)]
+        (path / "metrics.jsonl").write_bytes(dump_lines(lines))
+        (path / "evals.jsonl").write_bytes(dump_lines([{"step": config.loop.steps}]))
+        Checkpointer(path / "checkpoints").save(config.loop.steps, {"x": np.zeros(3)}, {})
+        return exit_codes.OK
+
+    monkeypatch.setattr(_sweep_run, "train", train)
+    monkeypatch.setattr(_sweep_run._sweep_policy, "evaluate", lambda *_: exit_codes.OK)
+
+    def swept(text: str) -> list[tuple]:
+        cells, root = expand(tmp_path, text), tmp_path / "runs"
+        _sweep_run.run_cells(cells, root, seconds=None)
+        record = _sweep_record.of_folders(
+            _sweep_file.load(str(tmp_path / "sweep.toml")), cells, {}, recorded={}
+        )
+        return [(run.name, run.state, run.steps, len(run.courses["reward_mean"])) for run in record.runs[:2]]
+
+    assert swept(text) == swept(text) == [("bf16-0", "done", 3, 3), ("naive-7", "done", 3, 3)]
+    assert trained == ["bf16-0", "naive-7"]
+    kept = [(tmp_path / "runs" / name / "checkpoints").is_dir() for name in trained]
+    assert kept == [True, False]  # the first's policy is the third arm's
+    assert swept(text.replace("steps=3", "steps=4"))[1] == ("naive-7", "done", 4, 4)
+    assert trained[2:] == ["bf16-0", "naive-7"]
 
 
 @pytest.mark.parametrize(

@@ -42,3 +42,20 @@ def test_what_the_user_set_stays() -> None:
     found = variables(("env.sh",), XLA_PYTHON_CLIENT_MEM_FRACTION="0.5")
     assert found["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
     assert found["NCCL_NVLS_ENABLE"] == "0" and found["JAX_DEFAULT_MATMUL_PRECISION"] == "highest"
+
+
+def test_the_multi_process_service_is_started_once_and_its_folder_is_the_clients(tmp_path) -> None:
+    """The control is a stand-in that notes its call and makes the socket that the real one makes."""
+    control = tmp_path / "nvidia-cuda-mps-control"
+    control.write_text(
+        '#!/bin/sh\necho "$@" >> calls\n'
+        "python3 -c 'import os, socket as s; s.socket(s.AF_UNIX).bind(\"pipe/control\")'\n"
+    )
+    control.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_MPS_PIPE_DIRECTORY": "pipe"}
+    line = f". {ROOT}/launch/mps.sh; . {ROOT}/launch/mps.sh; echo $CUDA_MPS_LOG_DIRECTORY"
+    found = subprocess.run(
+        ["sh", "-euc", line], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert found.stdout == "pipe\n"
+    assert (tmp_path / "calls").read_text() == "-d\n"
