@@ -60,7 +60,8 @@ def run_cells(
     with storage_errors(root, doing="make the sweep's folder"):
         root.mkdir(parents=True, exist_ok=True)
     keep_programs(root)
-    here = [cell for cell in cells if cell.name not in elsewhere]
+    begun = cells if workers is None else _sweep_workers.in_order(cells)
+    here = [cell for cell in begun if cell.name not in elsewhere]
     for cell in here:
         if _sweep_matrix.progress(cell).state == "done":
             _keep_of(cell)
@@ -90,7 +91,7 @@ def _run_by(
 ) -> str | None:
     """Has processes run what is left, notes failures in `failed`; what asked for a stop, or None."""
     done = {cell.name for cell in cells if _sweep_matrix.progress(cell).state == "done"}
-    left = [cell for cell in _sweep_workers.in_order(cells) if cell.name not in done | failed.keys()]
+    left = [cell for cell in cells if cell.name not in done | failed.keys()]
     mode = cells[0].config.run.progress if cells else "off"
     runs = Runs(mode, finished=len(done), failed=len(failed), left=len(left))
     with contextlib.closing(runs) as shown:

@@ -93,6 +93,18 @@ def test_first_keys_of_all_arms_and_factors_begin_before_second_ones(tmp_path):
     assert [cell.name for cell in ordered] == [f"{name}-{key}" for key in (0, 1) for name in names]
 
 
+def test_a_second_key_stays_one_where_the_first_is_finished_elsewhere(tmp_path, monkeypatch):
+    begun: list[str] = []
+    monkeypatch.setattr(
+        _sweep_workers, "run_left", lambda cells, *_, **__: begun.extend(cell.name for cell in cells)
+    )
+    _sweep_run.run_cells(
+        cells_of(tmp_path, "a", "b"), tmp_path / "runs", seconds=None, elsewhere={"a-0"},
+        workers=Workers(count=2, command=()),
+    )  # fmt: skip
+    assert begun == ["b-0", "a-1", "b-1"]
+
+
 def test_a_run_waits_for_the_one_whose_policy_it_evaluates(tmp_path):
     a0, a1, b0, b1 = cells_of(tmp_path, "a", 'b"\npolicy_of = "a')
     assert b0.source == a0 and b1.source == a1

@@ -1,11 +1,12 @@
 """Calibration: what is seen, how it runs on, what publish makes of it."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp4rl_jax import models
+from fp4rl_jax import models, ops
 from fp4rl_jax.models.params import SITE_PATHS
 from fp4rl_jax.quantizers.residual import ChannelStats
 from fp4rl_jax.rollout import PublishError, calibrate, publish
@@ -67,6 +68,30 @@ def test_publish_takes_the_loudest_blocks_and_changes_no_byte(first, side):
         for name, value in parts.items():
             np.testing.assert_array_equal(ours.checksums[site][name], value)
     assert ours.packed_bytes == plain.packed_bytes
+
+
+def test_smoothing_is_made_anew_of_the_last_rollouts_at_every_publish():
+    """SmoothQuant has no running statistics: a version's factors are of what the one before it saw."""
+    side = tiny.sides("baseline_w4a4", CONFIG)[1]
+    params = tiny.params("dense")
+    tokens, mask = map(jnp.asarray, tiny.prompts(4))
+    group, leaf = SITE_PATHS["mlp/down"]
+
+    def smoothing(published):
+        return np.asarray(published.params["layers"][group][leaf].smoothing)
+
+    start = calibrate.first(params, tokens, mask, config=CONFIG, side=side)
+    first = publish(params, config=CONFIG, side=side, version=0, calibration=start)
+    seen, _ = calibrate.observe(first, (tokens + 11) % CONFIG.vocab_size, mask, config=CONFIG, side=side)
+    new = calibrate.renewed(start, seen, side=side)
+    chex.assert_trees_all_equal(new, seen)
+    second = publish(params, config=CONFIG, side=side, version=1, calibration=new)
+    assert not np.array_equal(smoothing(first), smoothing(second))
+    fused = models.fuse(params)["layers"][group][leaf]
+    for layer in range(CONFIG.num_layers):
+        expected = ops.operands.smoothing_of(fused[layer], seen["mlp/down"].act_max[layer], alpha=0.5)
+        # two powers and a quotient, each within an ulp in whatever program they are
+        np.testing.assert_allclose(smoothing(second)[layer], expected, rtol=2**-21)
 
 
 def test_without_a_calibration_nothing_is_published(side):

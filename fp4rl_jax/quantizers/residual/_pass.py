@@ -188,7 +188,7 @@ class Residual(Correction):
         if columns is not None:
             return self._at(residual, columns, dtype, outer_scale)
         if self.order == "quantize_first":
-            values, outer = self.quantizer.inner(residual, dtype=dtype, outer_scale=outer_scale)
+            values, outer = once(self.quantizer.inner(residual, dtype=dtype, outer_scale=outer_scale))
             mask = self.selection.mask(values.astype(jnp.float32), x, block=self.block)
             return jnp.where(mask, values, jnp.zeros_like(values)), outer
         assert isinstance(self.selection, Columns)  # checked
