@@ -70,6 +70,11 @@ class Row:
         return tuple(run for run in self.runs if run.state == "done")
 
     @property
+    def begun(self) -> bool:
+        """Whether any of its runs has a step or has failed."""
+        return any(run.state != "to do" for run in self.runs)
+
+    @property
     def whole(self) -> bool:
         """Whether every key is finished, so that a claim may be decided."""
         return len(self.finished) == len(self.runs)
@@ -200,8 +205,9 @@ def _decide(one: ExpectSection, row: Row, record: SweepRecord) -> str:
 
 
 def markdown(record: SweepRecord) -> str:
-    """The table, a line for every failure before it, and a sentence below it where times are left out."""
-    found = rows(record)
+    """The table, lines before it for every failure and for what has not begun, and a sentence below it where
+    times are left out."""
+    found = tuple(row for row in rows(record) if row.begun)
     factors = [key for key, _ in record.sweep.factors.values]
     heads = [
         "arm", *factors, "keys", f"reward, last {record.sweep.last}", "pass@1 before", "after",
@@ -213,6 +219,7 @@ def markdown(record: SweepRecord) -> str:
         f"- `{run.name}` {run.state}, step {run.steps} of {run.total}: {' '.join(run.message.split())}"
         for run in failed
     ]
+    notes += _not_begun([row for row in rows(record) if not row.begun])
     lines = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
     lines += ["| " + " | ".join(map(_escaped, _cells(row, record))) + " |" for row in found]
     if not all(timed(_timing(name, row, record)) for row in found for name in ("step_seconds", "overhead")):
@@ -234,9 +241,18 @@ def _cells(row: Row, record: SweepRecord) -> list[str]:
     ]  # fmt: skip
 
 
+def _not_begun(left: Sequence[Row]) -> list[str]:
+    """A line with the rows of which nothing has run, the factors of an arm together; none of no rows."""
+    arms: dict[str, list[str]] = {}
+    for row in left:
+        arms.setdefault(row.arm, []).append(", ".join(value for _, value in row.factors))
+    named = [f"`{arm}`" + (f" ({'; '.join(at)})" if any(at) else "") for arm, at in arms.items()]
+    return [f"- not begun: {', '.join(named)}"] if named else []
+
+
 def _state(row: Row) -> str:
-    """Finished keys of all, and what the others are."""
-    others = [run for run in row.runs if run.state != "done"]
+    """Finished keys of all, and what those are that have begun."""
+    others = [run for run in row.runs if run.state not in ("done", "to do")]
     left = [f"key {run.key}: {run.state}, {run.steps} of {run.total} steps" for run in others]
     return "; ".join([f"{len(row.finished)}/{len(row.runs)}", *left])
 

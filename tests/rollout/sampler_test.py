@@ -277,4 +277,4 @@ def test_rounds_of_one_step_add_their_statistics():
     assert both.tokens.shape[0] == 12
     for name, sums in one.stats["mlp/down"]["act"].items():
         found = both.stats["mlp/down"]["act"][name]
-        assert (float(found.total), int(found.count)) == (2 * float(sums.total), 2 * int(sums.count))
+        assert (float(found.total), float(found.count)) == (2 * float(sums.total), 2 * float(sums.count))
