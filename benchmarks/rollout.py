@@ -1,6 +1,7 @@
 """How fast the sampler decodes SmolLM2, against what the machine allows, and what W4A4 emulation adds.
 
-    python benchmarks/rollout.py [--model models/smollm2] [--rows 64] [--tokens 12] [--json PATH]
+    python benchmarks/rollout.py [--model models/smollm2] [--rows 64] [--tokens 12] [--rounds 9]
+        [--json PATH]
 
 The decode rate is compared with max(bytes / measured bandwidth, FLOP / measured matmul rate) of a
 step: the bytes of every weight once, 2 FLOP a weight and row. Both rates are measured here, in the
@@ -19,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import provenance
 
 from fp4rl_jax import interchange, models, plugins, recipes
 from fp4rl_jax.models import ModelConfig, num_parameters
@@ -76,8 +78,17 @@ def matmul_rate(rows: int, config: ModelConfig, dtype: Any) -> float:
     return work / total
 
 
-def time_sampler(params: Any, case: Case, recipe: str, tokens: int) -> dict[str, float]:
-    """Seconds of a whole call with `tokens` and with 1 token, and of a decode step between them."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calls:
+    """What is timed of a recipe: publishing, and sampling all tokens or one; all compiled."""
+
+    publish: Callable[[], Any]
+    whole: Callable[[], Any]
+    first: Callable[[], Any]
+
+
+def calls(params: Any, case: Case, recipe: str, tokens: int) -> Calls:
+    """A recipe's calls, each made once."""
     module = plugins.load(recipes, recipe)
     spec = module.rollout(module.Config())
     side = Side(specs=spec.resolve(models.sites(case.config)), dtype="bfloat16", kv=spec.kv)
@@ -86,7 +97,7 @@ def time_sampler(params: Any, case: Case, recipe: str, tokens: int) -> dict[str,
     def made() -> Any:
         return publish(params, config=case.config, side=side, version=0, calibration=seen)
 
-    publishing, published = seconds(lambda: made().params, 3), made()
+    published = made()
 
     def call(length: int) -> Callable[[], Any]:
         keys = row_keys(jax.random.key(0), jnp.arange(case.rows))
@@ -96,9 +107,30 @@ def time_sampler(params: Any, case: Case, recipe: str, tokens: int) -> dict[str,
             side=side, sampling=SamplingConfig(max_new_tokens=tokens), group_size=case.group,
         )  # fmt: skip
 
-    whole, first = seconds(call(tokens)), seconds(call(1))
-    step = (whole - first) / (tokens - 1)
-    return {"publish": publishing, "whole": whole, "prefill_and_first": first, "decode_step": step}
+    found = Calls(publish=lambda: made().params, whole=call(tokens), first=call(1))
+    for run in (found.publish, found.whole, found.first):
+        jax.block_until_ready(run())
+    return found
+
+
+def in_turns(arms: dict[str, Calls], rounds: int, tokens: int) -> dict[str, dict[str, float]]:
+    """Median seconds of every call, one of each arm in turn, so that a busy machine meets all alike;
+    and of a decode step, from a whole call less one that samples one token."""
+    taken: dict[str, dict[str, list[float]]] = {
+        arm: {"publish": [], "whole": [], "first": []} for arm in arms
+    }
+    for name in ("whole", "first", "publish"):  # publishing apart: it leaves the allocator another heap
+        for _ in range(rounds):
+            for arm, found in arms.items():
+                start = time.perf_counter()
+                jax.block_until_ready(getattr(found, name)())
+                taken[arm][name].append(time.perf_counter() - start)
+    medians = {
+        arm: {name: statistics.median(times) for name, times in of.items()} for arm, of in taken.items()
+    }
+    for of in medians.values():
+        of["decode_step"] = (of["whole"] - of["first"]) / (tokens - 1)
+    return medians
 
 
 def main() -> None:
@@ -108,6 +140,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     start = time.perf_counter()
@@ -129,15 +162,14 @@ def main() -> None:
     bytes_seconds = weights * narrow.itemsize / rates["bandwidth"]
     flop_seconds = 2.0 * weights * options.rows / rates["matmul_rate"]
     found: dict[str, Any] = {
-        "device": jax.devices()[0].device_kind, "dot_dtype": narrow.name, "load_seconds": load_seconds,
+        **provenance.facts(), "dot_dtype": narrow.name, "load_seconds": load_seconds,
         **rates, "bound_step_seconds": max(bytes_seconds, flop_seconds),
         "bytes_seconds": bytes_seconds, "flop_seconds": flop_seconds,
     }  # fmt: skip
     print(json.dumps(found), file=sys.stderr, flush=True)
-    for recipe in ("bf16", "naive_nvfp4"):
-        found[recipe] = time_sampler(loaded.params, case, recipe, options.tokens)
-        found[recipe]["share_of_bound"] = found["bound_step_seconds"] / found[recipe]["decode_step"]
-        print(json.dumps({recipe: found[recipe]}), file=sys.stderr, flush=True)
+    arms = {recipe: calls(loaded.params, case, recipe, options.tokens) for recipe in ("bf16", "naive_nvfp4")}
+    for recipe, times in in_turns(arms, options.rounds, options.tokens).items():
+        found[recipe] = {**times, "share_of_bound": found["bound_step_seconds"] / times["decode_step"]}
     found["w4a4_overhead"] = found["naive_nvfp4"]["whole"] / found["bf16"]["whole"] - 1
     print(json.dumps(found, indent=2))
     if options.json:

@@ -25,18 +25,17 @@ class Ladder:
     """The staircase of every block, in bit patterns of bfloat16.
 
     The steps lie beside each other, row by row: apart, their streams would meet in the same cache lines.
+    Two arrays and no more: each is a kernel of a CPU's program.
 
     Attributes:
         thresholds: [..., steps, blocks] int16, the smallest magnitude that takes the step.
-        heights: [..., steps, blocks] int16, what the step adds to the pattern of the value.
-        floor: [..., blocks] int16, pattern of the value below the first step: 0, or nan's.
-        signs: [..., blocks] int16, the sign bit, or 0 where a block's values have none.
+        heights: [..., 1 + steps, blocks] int16: the pattern of the value below the first step, which is 0 or
+            nan's, then what every step adds to it. The first of these is 0 where a block's codes are all
+            zero, and there alone.
     """
 
     thresholds: Array
     heights: Array
-    floor: Array
-    signs: Array
 
 
 def build(grid: Grid, scale: Array, values: Array, live: Array) -> Ladder:
@@ -50,18 +49,18 @@ def build(grid: Grid, scale: Array, values: Array, live: Array) -> Ladder:
             codes stand for.
         live: [..., blocks] bool, False where a block's codes are all zero.
     """
-    parts = _bits.unit(scale), _bits.exponent(scale) << _bits.MANTISSA
-    unit, shift = lax.optimization_barrier(parts)  # stored, not made again for every step
+    scale = lax.optimization_barrier(scale)[..., None, :]  # stored, not made again for every step
     levels = np.asarray(grid.values, np.float32)
     middle = ((levels[:-1] + levels[1:]) / 2)[:, None]
     stays = np.array([grid.ties == "even" and above % 2 == 1 for above in range(1, len(levels))], np.int32)
-    product = lax.bitcast_convert_type(middle * unit[..., None, :], jnp.int32)
+    product = lax.bitcast_convert_type(middle * _bits.unit(scale), jnp.int32)
+    shift = _bits.exponent(scale) << _bits.MANTISSA
     patterns = _pattern(values)
+    below = jnp.pad(patterns[..., :-1, :], [(0, 0)] * (patterns.ndim - 2) + [(1, 0), (0, 0)])
+    steps = np.arange(len(levels))[:, None] > 0
     return Ladder(
-        thresholds=_pattern_at_least(product + shift[..., None, :] + stays[:, None]),
-        heights=jnp.where(live[..., None, :], patterns[..., 1:, :] - patterns[..., :-1, :], 0),
-        floor=patterns[..., 0, :],
-        signs=jnp.where(live, _SIGN, 0),
+        thresholds=_pattern_at_least(product + shift + stays[:, None]),
+        heights=jnp.where(live[..., None, :] | ~steps, patterns - below, 0),
     )
 
 
@@ -69,12 +68,12 @@ def nearest(x: Array, ladder: Ladder) -> Array:
     """[..., blocks, block] bfloat16 -> the same shape: the values that a block's codes would stand for."""
     bits = lax.bitcast_convert_type(x, jnp.int16)
     magnitude = bits & _MAGNITUDE
-    value = jnp.zeros((), jnp.int16)
+    value = ladder.heights[..., 0, :, None]
     for i in range(ladder.thresholds.shape[-2]):
         reached = magnitude >= ladder.thresholds[..., i, :, None]
-        value = value + jnp.where(reached, ladder.heights[..., i, :, None], 0)
-    value = value | ladder.floor[..., None] | (bits & ladder.signs[..., None])
-    return lax.bitcast_convert_type(value, jnp.bfloat16)
+        value = value + jnp.where(reached, ladder.heights[..., 1 + i, :, None], 0)
+    signs = jnp.where(ladder.heights[..., 1, :, None] != 0, _SIGN, 0)
+    return lax.bitcast_convert_type(value | (bits & signs), jnp.bfloat16)
 
 
 def _pattern_at_least(log: Array) -> Array:
