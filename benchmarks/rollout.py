@@ -5,7 +5,8 @@
 
 The decode rate is compared with max(bytes / measured bandwidth, FLOP / measured matmul rate) of a
 step: the bytes of every weight once, 2 FLOP a weight and row. Both rates are measured here, in the
-dtype that the sampler's dots use on this machine. Run it on a quiet machine.
+dtype that the sampler's dots use on this machine. As in the demo the last 6 layers are trained, and the
+others published once. Run it on a quiet machine.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from fp4rl_jax import interchange, models, plugins, recipes
 from fp4rl_jax.models import ModelConfig, num_parameters
 from fp4rl_jax.ops import machine
 from fp4rl_jax.ops.spec import Side
-from fp4rl_jax.rollout import SamplingConfig, calibrate, publish, row_keys, sample
+from fp4rl_jax.rollout import SamplingConfig, calibrate, publish, publish_frozen, row_keys, sample
 from fp4rl_jax.text import encode_prompts
 
 REPEATS = 3
@@ -41,6 +42,7 @@ class Case:
     prompt_mask: Any
     rows: int
     group: int
+    trained: int
 
 
 def seconds(run: Callable[[], Any], repeats: int = REPEATS) -> float:
@@ -94,8 +96,12 @@ def calls(params: Any, case: Case, recipe: str, tokens: int) -> Calls:
     side = Side(specs=spec.resolve(models.sites(case.config)), dtype="bfloat16", kv=spec.kv)
     seen = jax.tree.map(jnp.ones_like, calibrate.empty(case.config, side))  # of no effect on the times
 
+    masters = models.split_layers(params, case.config.num_layers - case.trained)
+    parts = {"embed": masters["embed"], "layers": masters["layers"][:1]}
+    frozen = publish_frozen(parts, config=case.config, side=side)
+
     def made() -> Any:
-        return publish(params, config=case.config, side=side, version=0, calibration=seen)
+        return publish(masters, config=case.config, side=side, version=0, calibration=seen, frozen=frozen)
 
     published = made()
 
@@ -140,6 +146,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=12)
+    parser.add_argument(
+        "--trained", type=int, default=6, help="layers whose weights change; 0 < trained < all"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -152,8 +161,9 @@ def main() -> None:
     chats = [[{"role": "user", "content": text}] for text in questions]
     prompts, mask = encode_prompts(loaded.tokenizer, chats, width=48)
     case = Case(
-        config=loaded.config, prompts=prompts, prompt_mask=mask, rows=options.rows, group=options.group
-    )
+        config=loaded.config, prompts=prompts, prompt_mask=mask, rows=options.rows, group=options.group,
+        trained=options.trained,
+    )  # fmt: skip
     narrow = jnp.dtype(machine.current().narrow)
     weights = num_parameters(loaded.config)
     rates = {"bandwidth": bandwidth(), "matmul_rate": matmul_rate(options.rows, loaded.config, narrow)}

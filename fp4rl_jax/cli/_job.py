@@ -317,7 +317,9 @@ class Builder:
 
         def published() -> Published:
             side, seen = self.sides.rollout, shapes.calibration
-            return abstract_published(shapes.params, config=self.model, side=side, calibration=seen)
+            return abstract_published(
+                shapes.params, config=self.model, side=side, calibration=seen, parts=shapes.untrained
+            )
 
         def step() -> None:
             """One after the other: an update's compilation takes more memory than all others together."""

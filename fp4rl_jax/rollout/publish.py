@@ -19,6 +19,7 @@ from fp4rl_jax import models, ops
 from fp4rl_jax.arrays import Array, PyTree, dtype_of
 from fp4rl_jax.models import KV, ModelConfig, kv
 from fp4rl_jax.objectives.means import Sums
+from fp4rl_jax.ops import machine as machines
 from fp4rl_jax.ops.spec import MatmulSpec, Side
 from fp4rl_jax.parallel import constrain_whole
 from fp4rl_jax.qtensor import QTensor
@@ -39,7 +40,8 @@ class Published:
 
     Attributes:
         params: fused tree; QTensor at quantized sites, inside an `ops.Calibrated` where the spec asks
-            for columns or smoothing; unquantized matrices in the side's dtype;
+            for columns or smoothing, or an `ops.Prepared` of a part that was frozen and decoded;
+            unquantized matrices in the side's dtype;
             norm weights, biases and the router in the master's.
         version: [] int32, the trainer's parameter version that this was made from.
         checksums: per quantized site and layer, see `Checksums`.
@@ -74,13 +76,17 @@ class Frozen:
     """What is published of parameters that training never changes, made once a run.
 
     Attributes:
-        params: entries of the fused tree; under "layers" a tuple of the lowest stack alone.
+        params: entries of the fused tree; under "layers" a tuple of the lowest stack alone, on a CPU decoded
+            once for all rollouts (which takes the memory that each would have taken for it).
         checksums, stats: of that stack's quantized sites, as in `Published`.
+        packed_bytes, packed_values: as in `Published`.
     """
 
     params: PyTree
     checksums: Checksums
     stats: dict[str, dict[str, Sums]]
+    packed_bytes: int = struct.field(pytree_node=False, default=0)
+    packed_values: int = struct.field(pytree_node=False, default=0)
 
 
 class PublishError(RuntimeError):
@@ -104,8 +110,8 @@ def publish(
         side: the rollout side; its specs say which sites are quantized and how.
         version: the trainer's parameter version.
         calibration: of the sites whose specs need one, and of the KV cache where its scale is static.
-        frozen: `publish_frozen` of entries of `params`, which are then taken from there. Exact: the result
-            is the one without it, bit for bit.
+        frozen: `publish_frozen` of entries of `params`, which are then taken from there. Exact: what is
+            sampled is the same without it, bit for bit.
 
     Returns:
         Published. The master tree is read, never changed or aliased by quantized leaves.
@@ -122,30 +128,52 @@ def publish(
         _without(params, frozen), calibration, before, config, side
     )
     _require(*flags, name=f"version {int(version)}")
-    fused = fused if frozen is None else _joined(frozen.params, fused)
-    return _published(fused, jnp.asarray(version, jnp.int32), checksums, stats, scales)
+    return _published(fused, jnp.asarray(version, jnp.int32), checksums, stats, scales, frozen=frozen)
 
 
 def abstract_published(
-    params: PyTree, *, config: ModelConfig, side: Side, calibration: Calibration | None = None
+    params: PyTree,
+    *,
+    config: ModelConfig,
+    side: Side,
+    calibration: Calibration | None = None,
+    parts: PyTree = None,
 ) -> Published:
-    """Shapes and dtypes (ShapeDtypeStruct) of what `publish` makes of arrays, or shapes, like these."""
-    needed = _needed(calibration or {}, side)
-    fused, checksums, stats, scales, *_ = _publish.eval_shape(params, needed, None, config, side)
-    return _published(fused, jax.ShapeDtypeStruct((), jnp.int32), checksums, stats, scales)
+    """Shapes and dtypes (ShapeDtypeStruct) of what `publish` makes of arrays, or shapes, like these.
+
+    Args:
+        params, config, side, calibration: as for `publish`.
+        parts: what is given to `publish_frozen`, where a run publishes some of `params` once.
+    """
+    needed, frozen = _needed(calibration or {}, side), None
+    if parts:
+        fused, *found, _ = _publish.eval_shape(_freezable(parts, config, side), {}, None, config, side)[:4]
+        frozen = _frozen(fused, *found, side=side, decode=_decoded.eval_shape)
+    before = None if frozen is None else (frozen.checksums, frozen.stats)
+    rest = _without(params, frozen)
+    fused, *found = _publish.eval_shape(rest, needed, before, config, side)[:4]
+    return _published(fused, jax.ShapeDtypeStruct((), jnp.int32), *found, frozen=frozen)
 
 
-def _published(fused: PyTree, version: Any, checksums: Checksums, stats: Any, scales: Any) -> Published:
-    packed = [leaf for leaf in jax.tree.leaves(fused, is_leaf=_is_qtensor) if _is_qtensor(leaf)]
+def _published(
+    fused: PyTree, version: Any, checksums: Checksums, stats: Any, scales: Any, *, frozen: Frozen | None
+) -> Published:
+    size, held = _packed_size(fused), 0 if frozen is None else frozen.packed_bytes
     return Published(
-        params=fused,
+        params=fused if frozen is None else _joined(frozen.params, fused),
         version=version,
         checksums=checksums,
         stats=stats,
         kv_scales=scales,
-        packed_bytes=sum(q.nbytes for q in packed),
-        packed_values=sum(q.size for q in packed),
+        packed_bytes=size[0] + held,
+        packed_values=size[1] + (0 if frozen is None else frozen.packed_values),
     )
+
+
+def _packed_size(fused: PyTree) -> tuple[int, int]:
+    """Bytes of all QTensors, and their values."""
+    packed = [leaf for leaf in jax.tree.leaves(fused, is_leaf=_is_qtensor) if _is_qtensor(leaf)]
+    return sum(q.nbytes for q in packed), sum(q.size for q in packed)
 
 
 def publish_frozen(parts: PyTree, *, config: ModelConfig, side: Side) -> Frozen:
@@ -160,11 +188,40 @@ def publish_frozen(parts: PyTree, *, config: ModelConfig, side: Side) -> Frozen:
     Raises:
         PublishError: as `publish`.
     """
-    if any(side.specs[site].needs_calibration for site in models.sites(config)):
-        parts = {name: leaf for name, leaf in parts.items() if name != "layers"}
-    fused, checksums, stats, _, *flags = _publish(parts, {}, None, config, side)
+    fused, checksums, stats, _, *flags = _publish(_freezable(parts, config, side), {}, None, config, side)
     _require(*flags, name="the frozen part")
-    return Frozen(params=fused, checksums=checksums, stats=stats)
+    return _frozen(fused, checksums, stats, side=side, decode=_decoded)
+
+
+def _freezable(parts: PyTree, config: ModelConfig, side: Side) -> PyTree:
+    if any(side.specs[site].needs_calibration for site in models.sites(config)):
+        return {name: leaf for name, leaf in parts.items() if name != "layers"}
+    return parts
+
+
+def _frozen(
+    fused: PyTree, checksums: Checksums, stats: Any, *, side: Side, decode: Callable[[PyTree], PyTree]
+) -> Frozen:
+    """What was published, decoded on a CPU: there it is a tenth of a short rollout. Not so on a mesh."""
+    packed_bytes, packed_values = _packed_size(fused)
+    ahead = machines.current().platform == "cpu" and side.layout is None
+    return Frozen(
+        params=decode(fused) if ahead else fused,
+        checksums=checksums,
+        stats=stats,
+        packed_bytes=packed_bytes,
+        packed_values=packed_values,
+    )
+
+
+@jax.jit
+def _decoded(fused: PyTree) -> PyTree:
+    """The tree with its quantized weights as the sampler's products take them."""
+
+    def one(leaf: Any) -> Any:
+        return ops.prepare_weight(leaf) if _is_qtensor(leaf) else leaf
+
+    return jax.tree.map(one, fused, is_leaf=_is_qtensor)
 
 
 def _without(params: PyTree, frozen: Frozen | None) -> PyTree:
