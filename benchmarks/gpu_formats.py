@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,7 @@ def inputs() -> np.ndarray:
     return np.asarray(jnp.asarray(stack, jnp.bfloat16).astype(jnp.float32))
 
 
-def given(fmt: Format) -> dict[str, jax.Array]:
+def given(fmt: Format) -> dict[str, Any]:
     """The outer scale that a format with outer="static" is to be given; nothing for the others."""
     return {"outer_scale": jnp.float32(2.0**-6)} if fmt.span == "static" else {}
 
@@ -153,14 +154,14 @@ def _values(results: Sequence[dict[str, object]]) -> list[object]:
     return [result["values"] for result in results]
 
 
-def _eager(modes: Sequence[Format], x: jax.Array) -> list[object]:
+def _eager(modes: Sequence[Format], x: jax.Array) -> Sequence[object]:
     with jax.disable_jit():
         return [Quantizer(fmt).quantize(x, **given(fmt)) for fmt in modes]
 
 
 def relative_mse(x: jax.Array, y: jax.Array) -> float:
-    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-    return float(np.mean((y - x) ** 2) / np.mean(x**2))
+    exact, error = np.asarray(x, np.float64), np.asarray(y, np.float64) - np.asarray(x, np.float64)
+    return float(np.mean(error**2) / np.mean(exact**2))
 
 
 def contrast() -> dict[str, dict[str, float]]:

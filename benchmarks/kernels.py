@@ -140,7 +140,7 @@ def _marks(row: dict, us: float, read_tbps: float) -> dict:
 
 def peers(record: Record, args) -> None:
     """torch's bfloat16 and FP8, case by case, in their turn."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     torch.ones(1, device="cuda")
     args.meeting.wait()

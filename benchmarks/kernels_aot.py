@@ -97,7 +97,8 @@ def operation(fmt: str, impl: str, m: int, residual_k: int) -> Program:
         if impl == "sm100_decoded":
             return SHAPE((m, columns), jnp.bfloat16)
         codes, scales = ((m, columns // 2), (m, columns // f.BLOCK))
-        return Coded(SHAPE(codes, jnp.uint8), SHAPE(scales, jnp.uint8), rows)
+        shapes: Any = SHAPE(codes, jnp.uint8), SHAPE(scales, jnp.uint8), rows
+        return Coded(*shapes)
 
     x_dtype = "bfloat16" if impl == "sm100_decoded" else fmt
     facts = Facts(platform="gpu", capability=(10, 0), m=m, n=n, k=k, x_dtype=x_dtype, w_dtype=fmt)
@@ -127,7 +128,7 @@ def programs() -> list[Program]:
     return found
 
 
-def compiled(program: Program, device: jax.Device) -> dict[str, Any]:
+def compiled(program: Program, device: Any) -> dict[str, Any]:
     """A row of the record."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     args = jax.tree.map(lambda a: SHAPE(a.shape, a.dtype, sharding=sharding), program.args)
@@ -153,7 +154,7 @@ def compiled(program: Program, device: jax.Device) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="", help="programs whose name contains this")
     args = parser.parse_args()

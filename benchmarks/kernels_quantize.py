@@ -243,7 +243,7 @@ def by_xla(record: Record, timed, fmt: str, m: int, k: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--budget", type=float, default=140)
     parser.add_argument("--part", choices=("check", "time", "all"), default="all")
     parser.add_argument("--m", type=int, nargs="+", default=[4096, 64, 1])

@@ -193,7 +193,7 @@ class FastestRead:
 # ---- torch ------------------------------------------------------------------------------------
 def torch_us(n: int, k: int, m: int, repeats: int) -> dict:
     """Microseconds of torch's bfloat16 and tensorwise FP8 linear in one CUDA graph each."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     found = {}
     for name, size in (("bf16", 2), ("fp8", 1)):
@@ -222,7 +222,7 @@ def torch_us(n: int, k: int, m: int, repeats: int) -> dict:
 
 
 def _graph_us(call, pairs, repeats: int) -> dict:
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     for pair in pairs[:2]:
         call(*pair)

@@ -113,7 +113,7 @@ def timed(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
     return found
 
 
-def kernels(run: Callable[[], Any], most: int = 40) -> dict[str, dict[str, float]]:
+def kernels(run: Callable[[], Any], most: int = 40) -> dict[str, Any]:
     """The kernels of one call that take longest, {name: milliseconds and launches}, and their sum."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

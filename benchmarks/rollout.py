@@ -141,7 +141,7 @@ def in_turns(arms: dict[str, Calls], rounds: int, tokens: int) -> dict[str, dict
 
 def main() -> None:
     """Times, compares, prints, and writes JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--model", default="models/smollm2")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--group", type=int, default=8)

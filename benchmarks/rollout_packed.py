@@ -208,8 +208,11 @@ def time_rollouts(recipe: str, kept: str, options: argparse.Namespace, deadline:
                 prompts=rows // group, group=group, prompt_width=64, tokens=options.tokens, microbatch=rows
             )
             call = rollout_of(published, config, side, shape, "stacked")
-            whole, first = timed(lambda: call(options.tokens).tokens, options.repeats)  # noqa: B023
-            one, _ = timed(lambda: call(1).tokens, options.repeats)  # noqa: B023
+            seconds = timed(
+                {"whole": lambda: call(options.tokens).tokens, "one": lambda: call(1).tokens},  # noqa: B023
+                options.repeats,
+            )
+            whole, one, first = seconds["whole"], seconds["one"], seconds["whole_first"]
             rate = rows * (options.tokens - 1) / (whole - one)
             step = (whole - one) / (options.tokens - 1)
             found[str(rows)] = {

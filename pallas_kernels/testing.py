@@ -33,7 +33,9 @@ class Case:
         return jnp.asarray(x, self.dtype), jnp.asarray(w, self.dtype)
 
 
-def accumulation_bound(x: Array, w: Array, *, dims: tuple[int, int] = (1, 1)) -> np.ndarray:
+def accumulation_bound(
+    x: Array | np.ndarray, w: Array | np.ndarray, *, dims: tuple[int, int] = (1, 1)
+) -> np.ndarray:
     """The largest distance of two float32 sums of the same exact products, in any order.
 
     Each is within k units of the exact sum, relative to the sum of magnitudes (Higham 2002, 4.2);
