@@ -117,6 +117,7 @@ class ArmSection:
         baseline: the arm whose step its own is compared with, instead of the sweep's.
         policy_of: an arm above it, whose final policies it evaluates as its own settings publish them; it
             trains nothing. None trains.
+        slots: of `--workers`, how many a run of it takes, where one's memory is that of several.
         claim: printed beside the result.
         expect: the claim as the table decides it; all of it has to hold.
     """
@@ -127,6 +128,7 @@ class ArmSection:
     keys: tuple[int, ...] | None = None
     baseline: str | None = None
     policy_of: str | None = None
+    slots: int = 1
     claim: str = ""
     expect: tuple[ExpectSection, ...] = ()
 
@@ -135,6 +137,8 @@ class ArmSection:
             raise ValueError(f"name = {self.name!r}: expected letters, digits and _.+-, as it names a folder")
         if self.keys is not None:
             _require_keys(self.keys)
+        if self.slots < 1:
+            raise ValueError(f"arm {self.name!r}: slots = {self.slots}: expected at least 1")
         _require_not_own(self.set)
 
 

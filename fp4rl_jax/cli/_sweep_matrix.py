@@ -55,6 +55,7 @@ class Cell:
         overrides: of the words those that are not every arm's.
         config: what files and words resolve to.
         source: the run whose final policy this one evaluates, training nothing, or None.
+        slots: of the workers, how many it takes while it runs.
         keep: of its folder once it is finished; "all" where another run evaluates its policy.
     """
 
@@ -65,6 +66,7 @@ class Cell:
     overrides: tuple[str, ...]
     config: Config
     source: "Cell | None" = None
+    slots: int = 1
     keep: Keep = "all"
 
     @property
@@ -167,7 +169,15 @@ def _cell(sweep: SweepSection, arm: ArmSection, group: Group, key: int) -> Cell:
         raise ConfigError(f"arm {arm.name!r}{at}: {error}") from error
     policy = [] if arm.policy_of is None else [f"policy of {arm.policy_of}:"]
     overrides = (*policy, *arm.config, *arm.set, *factors, f"run.seed={key}")
-    return Cell(group=group, key=key, files=files, words=words, overrides=overrides, config=config)
+    return Cell(
+        group=group,
+        key=key,
+        files=files,
+        words=words,
+        overrides=overrides,
+        config=config,
+        slots=arm.slots,
+    )
 
 
 def _sound_source(source: Cell | None, cell: Cell, arm: str) -> Cell:

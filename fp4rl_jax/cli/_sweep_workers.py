@@ -148,9 +148,9 @@ def run_left(
 
 def _start(waiting: list[Cell], pool: "_Pool", stop: StopRequest, shown: Runs) -> None:
     """Starts what there is room for and takes it out of `waiting`, unless a stop is asked for."""
-    while not stop.by and pool.has_room():
+    while not stop.by:
         cell = startable(waiting, pool.running)
-        if cell is None:
+        if cell is None or not pool.has_room(cell):
             return
         waiting.remove(cell)
         pool.start(cell)
@@ -176,9 +176,10 @@ class _Pool:
         """The names of the runs whose processes have not ended."""
         return self._running.keys()
 
-    def has_room(self) -> bool:
-        """Whether one more may be started."""
-        return len(self._running) < self._workers.count
+    def has_room(self, cell: Cell) -> bool:
+        """Whether its slots are free; a run that wants more than there are runs alone."""
+        taken = sum(worker.cell.slots for worker in self._running.values())
+        return not taken or taken + cell.slots <= self._workers.count
 
     def start(self, cell: Cell) -> None:
         """Starts the process of a run; it writes into ROOT/RUN.log, behind what an earlier one wrote."""

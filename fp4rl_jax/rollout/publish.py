@@ -158,15 +158,16 @@ def abstract_published(
 def _published(
     fused: PyTree, version: Any, checksums: Checksums, stats: Any, scales: Any, *, frozen: Frozen | None
 ) -> Published:
-    size, held = _packed_size(fused), 0 if frozen is None else frozen.packed_bytes
+    once = (0, 0) if frozen is None else (frozen.packed_bytes, frozen.packed_values)
+    packed_bytes, packed_values = map(sum, zip(_packed_size(fused), once, strict=True))
     return Published(
         params=fused if frozen is None else _joined(frozen.params, fused),
         version=version,
         checksums=checksums,
         stats=stats,
         kv_scales=scales,
-        packed_bytes=size[0] + held,
-        packed_values=size[1] + (0 if frozen is None else frozen.packed_values),
+        packed_bytes=packed_bytes,
+        packed_values=packed_values,
     )
 
 

@@ -1,5 +1,6 @@
 """`fp4rl sweep --workers`: what is started when, what the end of a process means, and that none is left."""
 
+import dataclasses
 import io
 import os
 import signal
@@ -103,6 +104,20 @@ def test_a_second_key_stays_one_where_the_first_is_finished_elsewhere(tmp_path, 
         workers=Workers(count=2, command=()),
     )  # fmt: skip
     assert begun == ["b-0", "a-1", "b-1"]
+
+
+def test_a_run_of_several_slots_takes_the_room_of_as_many_and_one_of_too_many_runs_alone(tmp_path):
+    small, _, large, *_ = cells_of(tmp_path, "a", 'b"\nslots = 2\nclaim = "', 'c"\nslots = 9\nclaim = "')
+    assert (small.slots, large.slots) == (1, 2)
+    (tmp_path / "runs").mkdir()
+    workers = Workers(count=3, command=(sys.executable, "-S", "-c", "import time; time.sleep(60)"))
+    with _sweep_workers._Pool(workers, tmp_path / "runs") as pool:
+        huge = dataclasses.replace(small, slots=9)
+        assert pool.has_room(huge)
+        pool.start(small)
+        assert pool.has_room(large) and not pool.has_room(huge)
+        pool.start(large)
+        assert not pool.has_room(small)
 
 
 def test_a_run_waits_for_the_one_whose_policy_it_evaluates(tmp_path):
