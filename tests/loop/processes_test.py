@@ -140,8 +140,9 @@ def test_batch_keys_and_advantages_do_not_depend_on_processes_or_devices(story):
     """The first step of one process with one device and of two with one each are equal to the last bit."""
     (one, texts), (several, same_texts) = story.one, story.several
     assert one.keys() == several.keys() and texts == same_texts and texts
-    assert {key for key in one if one[key] != several[key]} <= ORDERED
-    for key in ORDERED:
+    ordered = ORDERED | {key for key in one if re.fullmatch("quant/.*/error", key)}
+    assert {key for key in one if one[key] != several[key]} <= ordered
+    for key in ordered:
         assert several[key] == pytest.approx(one[key], rel=1e-4), key
 
 
