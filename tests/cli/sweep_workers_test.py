@@ -329,8 +329,12 @@ def test_two_workers_make_the_runs_of_one(tmp_path):
         time.sleep(0.1)
     assert processes_of(parts) == []
 
+    def on_the_way() -> bool:  # a first run may have ended before the kill: this call has to have begun, too
+        ended = any(len(lines) == 3 for lines in metrics(parts).values())
+        return ended and " running, " in log.read_text()
+
     stopped = call(file, parts, 2, log)
-    wait_for(lambda: any(len(lines) == 3 for lines in metrics(parts).values()), stopped)
+    wait_for(on_the_way, stopped)
     stopped.send_signal(signal.SIGTERM)
     assert stopped.wait(timeout=900) == exit_codes.SAVED_PLEASE_RESTART, log.read_text()
     assert processes_of(parts) == []
