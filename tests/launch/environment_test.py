@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,7 @@ def test_the_multi_process_service_is_started_once_and_its_folder_is_the_clients
     control = tmp_path / "nvidia-cuda-mps-control"
     control.write_text(
         '#!/bin/sh\necho "$@" >> calls\n'
-        "python3 -c 'import os, socket as s; s.socket(s.AF_UNIX).bind(\"pipe/control\")'\n"
+        f"{sys.executable} -c 'import os, socket as s; s.socket(s.AF_UNIX).bind(\"pipe/control\")'\n"
     )
     control.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_MPS_PIPE_DIRECTORY": "pipe"}
