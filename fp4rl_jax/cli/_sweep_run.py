@@ -63,7 +63,7 @@ def run_cells(
     begun = cells if workers is None else _sweep_workers.in_order(cells)
     here = [cell for cell in begun if cell.name not in elsewhere]
     for cell in here:
-        if _sweep_matrix.progress(cell).state == "done":
+        if cell.keep == "results" and _sweep_matrix.progress(cell).state == "done":
             _keep_of(cell)
     failed = _sweep_failures.failures(here, root) | _without_policy(here, elsewhere)
     try:
