@@ -2,15 +2,15 @@
 
     python benchmarks/triage_cost.py --model smollm2 --prompts 16 --group 16 --json OUTPUT.json
 
-Arms: off; Gate and Repair as published; the same with the Gate's mean taken per response; both in one
-microbatch of all rows. With several microbatches the published reduction needs the sum of the weights
-before the first gradient, so the batch is scored once more: that arm shows what it costs.
+Arms: off; Gate and Repair as published; the same with the Gate's mean taken per response; and, of several
+microbatches, the published form that scores the batch twice instead of keeping its layers' inputs. Each in
+one microbatch of all rows and in several.
 
 Seconds are the sum of all kernels of a call's profile on a GPU; on a CPU they are the process's CPU
 seconds. Arms take turns, an arm's figure is the median of its `--repeats` calls. `alone` compiles Gate,
 Repair and its gradient as one program over the batch's log-probs: an upper bound of what they add inside an
 update, where they share loops with the loss. FLOP and bytes are the compiler's own count, which counts a
-loop's body once.
+loop's body once; `temp_bytes` is what a call needs beside its arguments.
 """
 
 import argparse
@@ -36,7 +36,13 @@ from fp4rl_jax.trainer import Learner, TrainState, init_state, update
 
 PUBLISHED = TriageConfig(gate=GateConfig(scope="q3"), repair=RepairConfig(scope="adv_positive"))
 PER_RESPONSE = dataclasses.replace(PUBLISHED, gate=GateConfig(scope="q3", reduction="response"))
-TRIAGES = {"off": TriageConfig(), "published": PUBLISHED, "per_response": PER_RESPONSE}
+TWICE = dataclasses.replace(PUBLISHED, gate=GateConfig(scope="q3", microbatches="score_twice"))
+TRIAGES = {
+    "one": {"off": TriageConfig(), "published": PUBLISHED, "per_response": PER_RESPONSE},
+    "several": {
+        "off": TriageConfig(), "published": PUBLISHED, "per_response": PER_RESPONSE, "score_twice": TWICE
+    },
+}  # fmt: skip
 
 
 def batch_of(learner: Learner, shape: rl_step.Shape) -> TrainBatch:
@@ -60,9 +66,14 @@ def compiled(
 
 
 def counted(program: Any) -> dict[str, float]:
-    """FLOP and bytes of a compiled program."""
+    """FLOP, bytes accessed and bytes of temporaries of a compiled program."""
     found = program.cost_analysis() or {}
-    return {"flop": found.get("flops", 0.0), "bytes": found.get("bytes accessed", 0.0)}
+    memory = program.memory_analysis()
+    return {
+        "flop": found.get("flops", 0.0),
+        "bytes": found.get("bytes accessed", 0.0),
+        "temp_bytes": float(memory.temp_size_in_bytes),
+    }
 
 
 def alone(batch: TrainBatch) -> tuple[Callable[[], Any], dict[str, float]]:
@@ -92,7 +103,7 @@ def measure(options: argparse.Namespace, shape: rl_step.Shape) -> dict[str, Any]
     rows_of = {"one": shape.rows, "several": options.microbatch}
     for parts, rows in ((parts, rows_of[parts]) for parts in options.parts):
         settings = dataclasses.replace(learner.config, microbatch_rows=rows)
-        for name, chosen in TRIAGES.items():
+        for name, chosen in TRIAGES[parts].items():
             arms[f"{parts}/{name}"] = compiled(
                 dataclasses.replace(learner, config=settings, triage=chosen), state, batch
             )
@@ -115,7 +126,7 @@ def shares(found: dict[str, Any]) -> dict[str, float]:
         if f"{parts}/off" not in middle:
             continue
         off = middle[f"{parts}/off"]
-        for name in ("published", "per_response"):
+        for name in TRIAGES[parts].keys() - {"off"}:
             result[f"{parts}/{name}"] = middle[f"{parts}/{name}"] / off - 1
         result[f"{parts}/alone"] = middle["alone"] / off
     return result

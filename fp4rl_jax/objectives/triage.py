@@ -41,6 +41,7 @@ from fp4rl_jax.objectives.means import Reduction, Sums
 
 GateScope = Literal["off", "q3", "segment"]
 RepairScope = Literal["off", "adv_positive", "all"]
+Microbatches = Literal["keep_inputs", "score_twice"]
 
 
 def _require_at_least_one(section: str, **fields: int) -> None:
@@ -66,6 +67,11 @@ class GateConfig:
             optimizer update, whatever the algorithm's own mean (the published code). "response":
             that quotient per response, then the mean of the responses (the paper's text).
             "algorithm": the numerator alone is weighted, the algorithm keeps its denominator.
+        microbatches: how an update of several microbatches gets the sum of w that "update" needs before its
+            first gradient where a term with another denominator (Repair, load balance) joins the loss.
+            "keep_inputs": all forwards run first and leave their layers' inputs until the gradients, as much
+            memory as one microbatch of all rows (with `trainer.remat = "none"`, all activations);
+            "score_twice": the batch is scored once more beforehand, a quarter to a fifth of an update.
         segment: tokens of a segment.
         mild, strong: means of delta in nats below which a segment weighs `mild_weight` and
             `strong_weight`.
@@ -75,6 +81,7 @@ class GateConfig:
 
     scope: GateScope = "off"
     reduction: Reduction = "update"
+    microbatches: Microbatches = "keep_inputs"
     segment: int = 64
     mild: float = -0.5
     strong: float = -1.5
@@ -87,6 +94,7 @@ class GateConfig:
     def __post_init__(self) -> None:
         check_name("triage.gate.scope", self.scope, ("off", "q3", "segment"))
         check_name("triage.gate.reduction", self.reduction, ("update", "response", "algorithm"))
+        check_name("triage.gate.microbatches", self.microbatches, ("keep_inputs", "score_twice"))
         _require_at_least_one("gate", segment=self.segment, tail_count=self.tail_count)
         _require_finite("gate", mild=self.mild, strong=self.strong, tail=self.tail)
         for name in ("mild_weight", "strong_weight", "tail_weight"):
@@ -135,6 +143,25 @@ class TriageConfig:
 
     gate: GateConfig = GateConfig()
     repair: RepairConfig = RepairConfig()
+
+    @property
+    def counts_weights(self) -> bool:
+        """Whether an update's count is the sum of the Gate's weights, hence depends on log-probs."""
+        return self.gate.scope != "off" and self.gate.reduction == "update"
+
+    def validate(self, root: Any) -> None:
+        """Refuses to keep layers' inputs, guidance among them, where guidance is not to stay on the device.
+
+        Raises:
+            ValueError: naming both keys.
+        """
+        joined = self.repair.scope != "off" or root.moe.balance_coef > 0
+        kept = joined and self.counts_weights and self.gate.microbatches == "keep_inputs"
+        if kept and root.trainer.guidance_memory == "host":
+            raise ValueError(
+                'triage.gate.microbatches = "keep_inputs" keeps guidance on the device until the gradients: '
+                'expected "score_twice" beside trainer.guidance_memory = "host"'
+            )
 
 
 @struct.dataclass

@@ -3,7 +3,7 @@
 An update's loss is `sum / count` over its microbatches, divided once at the end. A term with a
 denominator of its own joins it as `count * term`: the update's whole count must then be known before
 the first microbatch is differentiated. It is, because it depends on the batch alone; only the Gate's
-reduction "update" makes it depend on log-probs, and the batch is then scored first (`counts_weights`).
+reduction "update" makes it depend on log-probs of all microbatches (`TriageConfig.counts_weights`).
 """
 
 import dataclasses
@@ -35,11 +35,6 @@ class Denominators:
     loss: Array | None
     segments: Array
     microbatches: int = struct.field(pytree_node=False, default=1)
-
-
-def counts_weights(config: TriageConfig) -> bool:
-    """Whether the update's count is the sum of the Gate's weights, hence depends on log-probs."""
-    return config.gate.scope != "off" and config.gate.reduction == "update"
 
 
 def gated(share: TrainBatch, logprobs: Array, config: TriageConfig) -> TrainBatch:

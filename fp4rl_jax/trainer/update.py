@@ -86,7 +86,8 @@ class Outcome:
         metrics: the algorithm's and TRIAGE's, by name, as Sums.
         stats: quantization statistics {site: {operand: {name: Sums}}} over layers and microbatches.
         applied: [] bool, False where the update was skipped as non-finite.
-        finite_rows: [B] bool, log-probs and the gradient of the row's microbatch are finite.
+        finite_rows: [B] bool, log-probs and the gradient of the row's microbatch are finite; of all
+            microbatches where one gradient goes through them (`triage.gate.microbatches`).
         finite_leaves: by path, [] bool, the gradient leaf is finite.
     """
 
@@ -269,11 +270,32 @@ def _denominators(shares: TrainBatch, learner: Learner) -> terms.Denominators:
     return terms.Denominators(loss=total, segments=segments, microbatches=parts)
 
 
-def _gate_ahead(shares: TrainBatch, held: PyTree, fused: Any, learner: Learner) -> TrainBatch:
-    """Attaches the Gate's weights to every microbatch where the update's count depends on them."""
-    several = learner.adds_terms and shares.tokens.shape[0] > 1
-    if not (several and terms.counts_weights(learner.triage)):
-        return shares
+def _waits_for_weights(shares: TrainBatch, learner: Learner) -> bool:
+    """Whether no microbatch's gradient can be taken before the log-probs of all are known; see `terms`."""
+    return learner.adds_terms and learner.triage.counts_weights and shares.tokens.shape[0] > 1
+
+
+def _accumulate(
+    state: TrainState, base: PyTree, shares: TrainBatch, held: PyTree, learner: Learner, *, key: Array | None
+) -> tuple[Flat, _Parts]:
+    """Sums the gradients of the loss sums over microbatches; each has a key of its own."""
+    state, base = (
+        dataclasses.replace(state, frozen=jax.lax.stop_gradient(state.frozen)),
+        jax.lax.stop_gradient(base),
+    )
+    keys = None if key is None else jax.random.split(key, shares.tokens.shape[0])
+    if not _waits_for_weights(shares, learner):
+        return _one_by_one(state, base, shares, held, keys, learner)
+    if learner.triage.gate.microbatches == "score_twice":
+        fused = with_backbone(models.fuse(state.params), base)
+        return _one_by_one(state, base, _weighted(shares, held, fused, learner), held, keys, learner)
+    if held is not None:
+        raise ValueError('triage.gate.microbatches = "keep_inputs": expected guidance on the device')
+    return _all_at_once(state, base, shares, keys, learner)
+
+
+def _weighted(shares: TrainBatch, held: PyTree, fused: Any, learner: Learner) -> TrainBatch:
+    """Attaches the Gate's weights to every microbatch, from a scoring of its own."""
 
     def weigh(_: None, share: TrainBatch, __: None) -> tuple[None, Any]:
         return None, terms.gated(share, _score(fused, share, learner).logprobs, learner.triage).weighting
@@ -282,31 +304,57 @@ def _gate_ahead(shares: TrainBatch, held: PyTree, fused: Any, learner: Learner) 
     return dataclasses.replace(shares, weighting=weighting)
 
 
-def _accumulate(
-    state: TrainState, base: PyTree, shares: TrainBatch, held: PyTree, learner: Learner, *, key: Array | None
+def _one_by_one(
+    state: TrainState, base: PyTree, shares: TrainBatch, held: PyTree, keys: Array | None, learner: Learner
 ) -> tuple[Flat, _Parts]:
-    """Sums the gradients of the loss sums over microbatches, in order; each has a key of its own."""
-    frozen, base = jax.lax.stop_gradient((state.frozen, base))
-    shares = _gate_ahead(shares, held, with_backbone(models.fuse(state.params), base), learner)
+    """A gradient a microbatch, in order: one microbatch's activations exist at a time."""
     denominators = _denominators(shares, learner)
 
-    count = jax.tree.leaves(shares)[0].shape[0]
-    keys = None if key is None else jax.random.split(key, count)
-
     def loss_sum(trainable: Flat, share: TrainBatch, key: Array | None) -> tuple[Array, _Parts]:
-        fused = with_backbone(models.fuse(merge(trainable, frozen)), base)
+        fused = with_backbone(models.fuse(merge(trainable, state.frozen)), base)
         scores = _score(fused, share, learner, stats=learner.stats, key=key)
         return _loss(scores, share, learner, denominators)
 
     def step(grads: Flat, share: TrainBatch, key: Array | None) -> tuple[Flat, _Parts]:
         (_, parts), new = jax.value_and_grad(loss_sum, has_aux=True)(state.trainable, share, key)
-        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in new.values()]))
         grads = {path: grads[path] + new[path].astype(jnp.float32) for path in grads}
         grads = models.constrain_params(grads, learner.model, learner.side.layout)
-        return grads, dataclasses.replace(parts, finite_grads=finite)
+        return grads, dataclasses.replace(parts, finite_grads=_all_finite(new))
 
     zeros = {path: jnp.zeros(x.shape, jnp.float32) for path, x in state.trainable.items()}
     return over_microbatches(step, zeros, shares, held, keys, layout=learner.side.layout)
+
+
+def _all_at_once(
+    state: TrainState, base: PyTree, shares: TrainBatch, keys: Array | None, learner: Learner
+) -> tuple[Flat, _Parts]:
+    """One gradient through all forwards, whose layers' inputs are kept; sums over microbatches in float32."""
+
+    def loss_sum(trainable: Flat) -> tuple[Array, _Parts]:
+        def score(_: None, share: TrainBatch, key: Array | None) -> tuple[None, logprobs.Scores]:
+            # rounded here, so that the cotangents of microbatches are added before it, in float32
+            own = {path: leaf.astype(state.trainable[path].dtype) for path, leaf in trainable.items()}
+            fused = with_backbone(models.fuse(merge(own, state.frozen)), base)
+            return None, _score(fused, share, learner, stats=learner.stats, key=key)
+
+        _, scores = over_microbatches(score, None, shares, None, keys, layout=learner.side.layout)
+        still = jax.lax.stop_gradient(scores.logprobs)
+        weighted = jax.vmap(lambda share, found: terms.gated(share, found, learner.triage))(shares, still)
+        denominators = _denominators(weighted, learner)
+        totals, parts = jax.lax.map(
+            lambda each: _loss(each[0], each[1], learner, denominators), (scores, weighted)
+        )
+        return jnp.sum(totals), parts
+
+    wide = {path: leaf.astype(jnp.float32) for path, leaf in state.trainable.items()}
+    grads, parts = jax.grad(loss_sum, has_aux=True)(wide)
+    grads = models.constrain_params(grads, learner.model, learner.side.layout)
+    finite = jnp.broadcast_to(_all_finite(grads), parts.finite_grads.shape)
+    return grads, dataclasses.replace(parts, finite_grads=finite)
+
+
+def _all_finite(grads: Flat) -> Array:
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in grads.values()]))
 
 
 def _loss(

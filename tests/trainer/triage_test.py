@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp4rl_jax import algorithms, corrections, models, plugins
+from fp4rl_jax import algorithms, config, corrections, models, plugins
 from fp4rl_jax.algorithms import dapo
 from fp4rl_jax.batch import TrainBatch
+from fp4rl_jax.config import ConfigError
 from fp4rl_jax.corrections import tis
 from fp4rl_jax.loop import Bound
-from fp4rl_jax.objectives.triage import GateConfig, RepairConfig, TriageConfig
+from fp4rl_jax.objectives.triage import GateConfig, Microbatches, RepairConfig, TriageConfig
 from fp4rl_jax.ops.spec import Side
 from fp4rl_jax.recipes import bf16
 from fp4rl_jax.trainer import Learner, OptimConfig, TrainerConfig, init_state, plan, terms, update
@@ -42,15 +43,15 @@ def make_batch() -> TrainBatch:
 
 
 def make_learner(triage: TriageConfig, rows: int | None = None) -> Learner:
-    config = TrainerConfig(
+    trainer = TrainerConfig(
         dtype="float32", frozen_dtype="float32", microbatch_rows=rows, logprob_chunk=16, remat="none",
         optim=OptimConfig(lr=1.0, b1=0.0, b2=0.0, eps=1.0, clip_norm=None),
     )  # fmt: skip
     return Learner(
         model=MODEL,
         side=Side(specs=bf16.trainer(bf16.Config()).resolve(models.sites(MODEL)), dtype="float32"),
-        config=config,
-        subset=plan(models.abstract_params(MODEL), config.trainable, num_layers=1),
+        config=trainer,
+        subset=plan(models.abstract_params(MODEL), trainer.trainable, num_layers=1),
         loss=Bound(dapo.loss, dapo.Config()),
         weights=Bound(tis.weights, tis.Config()),
         triage=triage,
@@ -100,12 +101,19 @@ def test_the_update_reports_what_the_loops_say(whole):
     assert float(outcome.metrics["triage/gate_weight"].mean()) == pytest.approx(weight, rel=1e-6)
 
 
-@pytest.mark.slow
-def test_microbatches_give_the_same_update(whole):
+def with_microbatches(choice: Microbatches) -> TriageConfig:
+    return dataclasses.replace(BOTH, gate=dataclasses.replace(BOTH.gate, microbatches=choice))
+
+
+@pytest.mark.fast_cases("keep_inputs")
+@pytest.mark.parametrize("choice", ["keep_inputs", "score_twice"])
+def test_microbatches_give_the_same_update(whole, choice):
     """The weighted mean and Repair have denominators of the whole update, whatever is in memory."""
     state, new, outcome = whole
-    other, parts = _UPDATE(state, make_batch(), learner=make_learner(BOTH, rows=2))
-    assert terms.counts_weights(BOTH)
+    learner = make_learner(with_microbatches(choice), rows=2)
+    assert BOTH.counts_weights and learner.adds_terms
+    other, parts = _UPDATE(state, make_batch(), learner=learner)
+    np.testing.assert_allclose(parts.trainer_logprobs, outcome.trainer_logprobs, atol=2e-6)
     assert float(parts.loss) == pytest.approx(float(outcome.loss), rel=1e-5)
     assert float(parts.grad_norm) == pytest.approx(float(outcome.grad_norm), rel=1e-5)
     for name, sums in outcome.metrics.items():
@@ -116,22 +124,79 @@ def test_microbatches_give_the_same_update(whole):
         np.testing.assert_allclose(again, moved, atol=2e-5 * np.abs(moved).max(), err_msg=path)
 
 
+def test_kept_inputs_cost_no_second_forward():
+    """The compiler counts the forward's FLOP once more for scoring twice, not for keeping."""
+
+    def flop(triage: TriageConfig) -> float:
+        learner = make_learner(triage, rows=2)
+        state = init_state(models.init_params(MODEL, jax.random.key(2)), learner.subset, learner.config)
+        cost = _UPDATE.lower(state, make_batch(), learner=learner).compile().cost_analysis()
+        assert cost is not None
+        return cost["flops"]
+
+    off, kept, twice = map(flop, (TriageConfig(), *map(with_microbatches, ("keep_inputs", "score_twice"))))
+    assert kept < 1.1 * off < 1.2 * off < twice, (off, kept, twice)
+
+
+@pytest.mark.fast_cases("keep_inputs")
+@pytest.mark.parametrize("choice", ["keep_inputs", "score_twice"])
+def test_masters_in_bfloat16_add_their_microbatches_in_float32(choice):
+    """Both ways round a microbatch's gradient once at most: within two roundings of the float32 sum."""
+    learner = make_learner(with_microbatches(choice), rows=1)
+    wide = init_state(models.init_params(MODEL, jax.random.key(2)), learner.subset, learner.config)
+    wide = dataclasses.replace(wide, trainable=_rounded(wide.trainable))
+    narrow = dataclasses.replace(
+        wide, trainable={path: x.astype(jnp.bfloat16) for path, x in wide.trainable.items()}
+    )
+    _, exact = _UPDATE(wide, make_batch(), learner=learner)
+    _, found = _UPDATE(narrow, make_batch(), learner=learner)
+    assert float(found.loss) == pytest.approx(float(exact.loss), rel=1e-5)
+    assert float(found.grad_norm) == pytest.approx(float(exact.grad_norm), rel=2 * 2**-9)
+
+
+def _rounded(trainable: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {path: x.astype(jnp.bfloat16).astype(jnp.float32) for path, x in trainable.items()}
+
+
+@pytest.mark.parametrize("choice", ["keep_inputs", "score_twice"])
+def test_a_non_finite_row_skips_the_update_and_is_named(choice):
+    learner = make_learner(with_microbatches(choice), rows=2)
+    state = init_state(models.init_params(MODEL, jax.random.key(2)), learner.subset, learner.config)
+    batch = make_batch()
+    bad = dataclasses.replace(batch, advantages=batch.advantages.at[1].set(jnp.nan))
+    new, outcome = _UPDATE(state, bad, learner=learner)
+    assert not outcome.applied and not outcome.finite_rows[1]
+    for path, leaf in new.trainable.items():
+        np.testing.assert_array_equal(leaf, state.trainable[path])
+
+
+def test_guidance_in_host_memory_needs_the_second_scoring():
+    words = [
+        "triage.gate.scope=q3", "triage.repair.scope=all", "trainer.guidance_memory=host",
+        "trainer.microbatch_rows=2", "loop.num_prompts=2", "loop.group_size=2",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match='keep_inputs.*expected "score_twice"'):
+        config.load(overrides=words)
+    config.load(overrides=[*words, "triage.gate.microbatches=score_twice"])
+    config.load(overrides=[*words, "triage.gate.reduction=response"])
+
+
 @pytest.mark.parametrize("reduction", ["update", "response", "algorithm"])
 def test_the_slope_at_the_logprobs_is_that_of_the_documented_loss(reduction):
     """d (sum / count) / d logprobs against the formula, with dapo's own mean and both weighted ones."""
     batch = make_batch()
     noise = np.random.default_rng(1).normal(0, 0.05, batch.loss_mask.shape)
     logprobs = jnp.asarray(np.where(batch.loss_mask, noise - np.log(24), 0), jnp.float32)
-    config = dataclasses.replace(BOTH, gate=dataclasses.replace(BOTH.gate, reduction=reduction))
-    learner, mask = make_learner(config), np.asarray(batch.loss_mask)
+    chosen = dataclasses.replace(BOTH, gate=dataclasses.replace(BOTH.gate, reduction=reduction))
+    learner, mask = make_learner(chosen), np.asarray(batch.loss_mask)
     shares = jax.tree.map(lambda x: x[None], batch)
-    denominators = terms.Denominators(loss=None, segments=terms.num_segments(shares, config))
+    denominators = terms.Denominators(loss=None, segments=terms.num_segments(shares, chosen))
 
     def loss(lp):
-        share = terms.gated(batch, jax.lax.stop_gradient(lp), config)
+        share = terms.gated(batch, jax.lax.stop_gradient(lp), chosen)
         delta = jnp.where(batch.loss_mask, jax.lax.stop_gradient(lp) - batch.rollout_logprobs, 0)
         found = learner.loss(lp, share, learner.weights(delta, batch.loss_mask))
-        extra, _ = terms.added(share, lp, config, denominators)
+        extra, _ = terms.added(share, lp, chosen, denominators)
         return (found.sum + extra * found.count) / found.count
 
     *_, gate = by_hand(np.asarray(logprobs), batch)
