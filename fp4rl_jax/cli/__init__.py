@@ -6,6 +6,7 @@ flags (see `_flags`), does the work and returns the exit code. There is no list 
 
 import ast
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,9 @@ from fp4rl_jax import plugins
 from fp4rl_jax.arrays import unknown_name
 from fp4rl_jax.cli import _failures
 from fp4rl_jax.cli._flags import Done
+
+#: As a shell reports a command that SIGPIPE ended.
+OUTPUT_CLOSED = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,9 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     subcommand = importlib.import_module(f"{__name__}.{words[0]}")
     try:
-        return subcommand.main(words[1:])
+        code = subcommand.main(words[1:])
+        sys.stdout.flush()
+        return code
     except Done as done:
         return done.code
+    except BrokenPipeError:  # whoever read the output has enough of it, e.g. `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OUTPUT_CLOSED
     except tuple(_failures.expected()) as error:
         return _failures.tell(words[0], error)
 

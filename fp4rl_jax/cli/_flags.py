@@ -41,19 +41,28 @@ def config_flags() -> flags.FlagValues:
     return values
 
 
-def parse(values: flags.FlagValues, argv: Sequence[str], *, name: str, summary: str) -> list[str]:
+def parse(
+    values: flags.FlagValues, argv: Sequence[str], *, name: str, summary: str, words: str = ""
+) -> list[str]:
     """Parses `argv` into `values` and returns the words that are not flags.
+
+    Args:
+        name, summary: of the subcommand, for its help.
+        words: what it takes beside flags, as the usage line names them.
 
     Raises:
         Done: `--help` was asked for (code 0), or a flag is unknown or malformed (code 2).
     """
     if {"--help", "-h", "-help"} & set(argv):
-        print(f"fp4rl {name}: {summary}\n\n{values.get_help(include_special_flags=False)}")
+        usage = " ".join(word for word in ("usage: fp4rl", name, words, "[flags]") if word)
+        print(f"fp4rl {name}: {summary}\n\n{usage}\n{values.get_help(include_special_flags=False)}")
         raise Done(0)
     try:
         return values([f"fp4rl {name}", *argv], known_only=False)[1:]
     except flags.Error as error:
-        print(f"fp4rl {name}: {error}", file=sys.stderr)
+        unknown = isinstance(error, flags.UnrecognizedFlagError) and "set" in values
+        hint = "; a configuration's key is given as --set key.path=value" if unknown else ""
+        print(f"fp4rl {name}: {error}{hint}", file=sys.stderr)
         raise Done(2) from error
 
 

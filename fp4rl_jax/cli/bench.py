@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         "rows", [8, 64, 1024], "rows of activations; repeatable", 1, flag_values=values
     )
     flags.DEFINE_enum("format", "nvfp4", list(PACKED_FORMATS), "of the weights", flag_values=values)
-    what = _flags.parse(values, argv, name="bench", summary=f"{SUMMARY}\n\n{__doc__}")
+    what = _flags.parse(values, argv, name="bench", summary=f"{SUMMARY}\n\n{__doc__}", words="kernels")
     if what != ["kernels"]:
         wrong = unknown_name("benchmark", what[0], ["kernels"]) if what else "usage: fp4rl bench kernels"
         print(f"fp4rl bench: {wrong}", file=sys.stderr)

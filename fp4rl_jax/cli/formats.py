@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     flags.DEFINE_string(
         "picture", "runs/formats.png", "where to draw; empty for no picture", flag_values=values
     )
-    words = _flags.parse(values, argv, name="formats", summary=SUMMARY)
+    words = _flags.parse(values, argv, name="formats", summary=SUMMARY, words="[FILE]")
     try:
         if len(words) > 1:
             raise ValueError(f"takes one file, got {len(words)}: {' '.join(words)}")

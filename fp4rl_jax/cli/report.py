@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
         "folder of the report; default: RUN/report, or report-A-B beside the first of several",
         flag_values=values,
     )
-    words = _flags.parse(values, argv, name="report", summary=SUMMARY)
+    words = _flags.parse(values, argv, name="report", summary=SUMMARY, words="RUN [RUN ...]")
     if not words:
         print("fp4rl report: name at least one run's folder, e.g. fp4rl report runs/demo", file=sys.stderr)
         return exit_codes.USAGE

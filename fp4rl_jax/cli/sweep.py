@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs what is not done yet, then draws and writes the table; see docs/SWEEP.md."""
     values = flags.FlagValues()
     _define_flags(values)
-    words = _flags.parse(values, argv, name="sweep", summary=SUMMARY)
+    words = _flags.parse(values, argv, name="sweep", summary=SUMMARY, words="FILE")
     if len(words) != 1:
         print(
             f"fp4rl sweep: expected one sweep file, got {len(words)}: {' '.join(words)}"

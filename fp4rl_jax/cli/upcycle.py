@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     flags.DEFINE_enum(
         "dtype", "bfloat16", ["bfloat16", "float32"], "of the written model", flag_values=values
     )
-    words = _flags.parse(values, argv, name="upcycle", summary=SUMMARY)
+    words = _flags.parse(values, argv, name="upcycle", summary=SUMMARY, words="SRC DST")
     if len(words) != 2:
         print("usage: fp4rl upcycle SRC DST [--experts 8] [--active 2] [--noise 0.0]", file=sys.stderr)
         return 2

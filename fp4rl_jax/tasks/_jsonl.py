@@ -36,7 +36,12 @@ class Rows:
 
 
 def split_rows(
-    train: str, held_out: str, *, to_item: Callable[[Row], Item], eval_share: float
+    train: str,
+    held_out: str,
+    *,
+    keys: tuple[str, str],
+    to_item: Callable[[Row], Item],
+    eval_share: float,
 ) -> tuple[Rows, Rows]:
     """Reads a training and a held-out file, once, and makes them disjoint by item key.
 
@@ -45,14 +50,20 @@ def split_rows(
 
     Args:
         train, held_out: paths; `held_out` may be "".
+        keys: of the task's configuration, which give them.
         to_item: makes an item of a row, or raises ValueError saying what is wrong with it.
         eval_share: used only without a held-out file.
 
     Raises:
-        FileNotFoundError: a path that does not exist.
+        FileNotFoundError: a path that is no file, with its key and where it was looked for.
         ValueError: a line that is no JSON object or that `to_item` refuses (named file:line), or a
             side without a row.
     """
+    for key, given in zip(keys, (train, held_out), strict=True):
+        if given and not Path(given).is_file():
+            raise FileNotFoundError(
+                f"task.{key} = {given!r}: expected a file, there is none at {Path(given).resolve()}"
+            )
     train_path = Path(train)
     if held_out:
         eval_path = Path(held_out)

@@ -114,7 +114,9 @@ class _SameParts:
 def _sources(config: Config) -> tuple[Source, Source]:
     from_code = [":" in path and not path.endswith(".jsonl") for path in (config.train, config.eval)]
     if not any(from_code):
-        return split_rows(config.train, config.eval, to_item=_to_item, eval_share=config.eval_share)
+        return split_rows(
+            config.train, config.eval, keys=("train", "eval"), to_item=_to_item, eval_share=config.eval_share
+        )
     if config.eval and not all(from_code):
         raise ValueError(
             f"task.train is {config.train!r} and task.eval {config.eval!r}: "

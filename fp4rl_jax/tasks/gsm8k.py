@@ -70,7 +70,9 @@ def build(config: Config) -> Task:
         closing = _CLOSING.search(completion) is not None
         return weighted(float(right), float(closing), format_weight=config.format_weight)
 
-    train, held_out = split_rows(config.train_path, config.eval_path, to_item=to_item, eval_share=0.0)
+    train, held_out = split_rows(
+        config.train_path, config.eval_path, keys=("train_path", "eval_path"), to_item=to_item, eval_share=0.0
+    )
     return Task(name="gsm8k", train=train, eval=held_out, scorer=score)
 
 

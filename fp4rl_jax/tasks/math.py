@@ -107,7 +107,11 @@ def build(config: Config) -> Task:
         return dataclasses.replace(reward, parts={**reward.parts, "unjudged": float(right is None)})
 
     train, held_out = split_rows(
-        config.train_path, config.eval_path, to_item=to_item, eval_share=config.eval_share
+        config.train_path,
+        config.eval_path,
+        keys=("train_path", "eval_path"),
+        to_item=to_item,
+        eval_share=config.eval_share,
     )
     return Task(name="math", train=train, eval=held_out, scorer=score)
 

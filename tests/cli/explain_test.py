@@ -56,3 +56,12 @@ def test_how_gradients_are_rounded_and_rotated_is_explained() -> None:
 def test_a_wrong_setting_is_refused_by_key(wrong: str, message: str) -> None:
     with pytest.raises(config.ConfigError, match=message):
         config.load([CI], [wrong])
+
+
+def test_defaults_of_a_plugin_that_was_chosen_are_not_settings() -> None:
+    shown = explain(config.load([CI], ["algorithm.name=dapo"])).rpartition("Configuration, where")[2]
+    assert 'recipe.name = "qat_w4a4"' in shown and 'algorithm.name = "dapo"' in shown
+    assert "recipe.backward" not in shown and "algorithm.clip_high" not in shown
+    sides = ["recipe.trainer.name=quads", "recipe.rollout.name=quads", "recipe.rollout.ratio=0.25"]
+    shown = explain(config.load([CI], sides)).rpartition("Configuration, where")[2]
+    assert "recipe.rollout.ratio = 0.25" in shown and "recipe.trainer.ratio" not in shown

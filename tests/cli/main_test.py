@@ -1,6 +1,9 @@
 """`fp4rl`: subcommands found by folder, the list of them, and answers to mistakes."""
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,3 +45,29 @@ def test_every_subcommand_answers_help(name: str, capsys: pytest.CaptureFixture[
 def test_every_subcommand_refuses_an_unknown_flag(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([name, "--no_such_flag=1"]) == 2
     assert "no_such_flag" in capsys.readouterr().err
+
+
+def test_an_unknown_flag_says_how_a_key_is_set(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--resume"]) == 2
+    assert (
+        capsys.readouterr().err.strip().endswith("; a configuration's key is given as --set key.path=value")
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("report", "RUN [RUN ...] "), ("formats", "[FILE] "), ("train", "")]
+)
+def test_help_names_what_a_subcommand_takes(
+    name: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([name, "--help"]) == 0
+    assert f"\nusage: fp4rl {name} {words}[flags]\n" in capsys.readouterr().out
+
+
+def test_output_that_nobody_reads_any_more_is_no_traceback() -> None:
+    command = [sys.executable, "-m", "fp4rl_jax", "explain", "--config", "configs/ci/grpo.toml", "--dry_run"]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, cwd=Path(__file__).parents[2])
+    os.close(write)
+    assert done.stderr == b"" and done.returncode == cli.OUTPUT_CLOSED

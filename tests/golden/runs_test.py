@@ -36,7 +36,11 @@ TOOL = _tool()
 
 
 def golden(recipe: str) -> dict[str, list[float]]:
-    return json.loads((TOOL.GOLDEN / f"{recipe}.json").read_text(encoding="utf-8"))
+    path = TOOL.GOLDEN / f"{recipe}.json"
+    assert path.exists(), (
+        f"a new recipe: .venv/bin/python tools/write_run_goldens.py {recipe} writes {path.name}"
+    )
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def test_there_is_one_golden_a_recipe() -> None:

@@ -65,13 +65,13 @@ def _to_item(row):
 def test_training_rows_that_are_also_held_out_are_dropped(tmp_path):
     train = _write(tmp_path / "t.jsonl", [{"k": k} for k in "abcb"])
     held_out = _write(tmp_path / "e.jsonl", [{"k": k} for k in "bd"])
-    sides = split_rows(train, held_out, to_item=_to_item, eval_share=0.5)
+    sides = split_rows(train, held_out, keys=("train", "eval"), to_item=_to_item, eval_share=0.5)
     assert [[side[i].key for i in range(len(side))] for side in sides] == [["a", "c"], ["b", "d"]]
 
 
 def test_without_a_held_out_file_whole_keys_are_held_out(tmp_path):
     path = _write(tmp_path / "t.jsonl", [{"k": str(n % 300), "n": n} for n in range(900)])
-    train, held_out = split_rows(path, "", to_item=_to_item, eval_share=0.2)
+    train, held_out = split_rows(path, "", keys=("train", "eval"), to_item=_to_item, eval_share=0.2)
     keys = [{side[i].key for i in range(len(side))} for side in (train, held_out)]
     assert not keys[0] & keys[1] and len(keys[0] | keys[1]) == 300
     assert len(train) + len(held_out) == 900 and 30 <= len(keys[1]) <= 90
@@ -81,7 +81,7 @@ def test_blank_lines_and_unicode_offsets(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_text('{"k": "\u00e9\u4e2d"}\n\n{"k": "b"}\n   \n{"k": "c"}', encoding="utf-8")
     held_out = _write(tmp_path / "e.jsonl", [{"k": "z"}])
-    train, _ = split_rows(str(path), held_out, to_item=_to_item, eval_share=0.0)
+    train, _ = split_rows(str(path), held_out, keys=("train", "eval"), to_item=_to_item, eval_share=0.0)
     assert [train[i].key for i in range(len(train))] == ["\u00e9\u4e2d", "b", "c"]
 
 
@@ -91,4 +91,18 @@ def test_an_empty_side_is_refused(tmp_path, train, held_out, side):
         _write(tmp_path / f"{n}.jsonl", [{"k": k} for k in ks]) for n, ks in (("t", train), ("e", held_out))
     ]
     with pytest.raises(ValueError, match=f"no row is left for {side}"):
-        split_rows(*paths, to_item=_to_item, eval_share=0.0)
+        split_rows(*paths, keys=("train", "eval"), to_item=_to_item, eval_share=0.0)
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "key"), [("no.jsonl", "", "train"), ("t.jsonl", "no.jsonl", "eval")]
+)
+def test_a_path_without_a_file_is_refused_by_its_key(tmp_path, monkeypatch, train, held_out, key):
+    monkeypatch.chdir(tmp_path)
+    _write(tmp_path / "t.jsonl", [{"k": "a"}, {"k": "b"}])
+    with pytest.raises(FileNotFoundError) as error:
+        split_rows(train, held_out, keys=("train", "eval"), to_item=_to_item, eval_share=0.0)
+    assert (
+        str(error.value)
+        == f"task.{key} = 'no.jsonl': expected a file, there is none at {tmp_path / 'no.jsonl'}"
+    )

@@ -33,7 +33,8 @@ ROWS, WIDTH, NEW = planting.ROWS, planting.WIDTH, planting.NEW
 TRAINER, ROLLOUT = (dataclasses.replace(side, order="free") for side in planting.sides(MODEL, depth=1.0))
 OFF = TriageConfig()
 BOTH = TriageConfig(
-    gate=GateConfig(scope="q3", segment=2, mild=-0.1), repair=RepairConfig(scope="adv_positive", segment=2)
+    gate=GateConfig(scope="q3", segment=2, mild=-0.1, microbatches="score_twice"),
+    repair=RepairConfig(scope="adv_positive", segment=2),
 )
 
 
