@@ -36,6 +36,7 @@ from fp4rl_jax.ops.config import OpsConfig
 from fp4rl_jax.parallel.mesh import MeshConfig
 from fp4rl_jax.rollout.config import RolloutConfig
 from fp4rl_jax.runs.config import RunConfig
+from fp4rl_jax.runs.directory import flatten
 from fp4rl_jax.trainer.config import TrainerConfig
 
 
@@ -148,4 +149,17 @@ def as_dict(config: Config) -> dict[str, Any]:
     return to_plain(config)
 
 
-__all__ = ["Config", "ConfigError", "as_dict", "dump", "load", "sections", "validate"]
+def unset(config: Config) -> dict[str, Any]:
+    """By dotted key, what `as_dict(config)` would hold with the same plug-ins and nothing else set."""
+    flat = flatten(as_dict(config))
+    names = {key: value for key, value in flat.items() if key.endswith(".name") and key != "run.name"}
+    words = [parse_override(f"{key}={name}") for key, name in names.items()]
+    plain = flatten(as_dict(build(Config, reduce(merge, words, {}))))
+
+    def shared(key: str) -> str:  # two sides that are equal are written once
+        return key.replace("recipe.trainer.", "recipe.").replace("recipe.rollout.", "recipe.")
+
+    return {key: plain.get(key, plain.get(shared(key))) for key in flat}
+
+
+__all__ = ["Config", "ConfigError", "as_dict", "dump", "load", "sections", "unset", "validate"]

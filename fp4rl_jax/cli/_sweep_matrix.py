@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Collection, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from fp4rl_jax import config as configs
 from fp4rl_jax.arrays import check_name
@@ -19,6 +19,7 @@ from fp4rl_jax.runs.directory import (
     MAY_CHANGE,
     config_fingerprint,
     differing,
+    flatten,
 )
 from fp4rl_jax.runs.files import read_json, read_lines
 
@@ -80,14 +81,28 @@ class Cell:
         return 0 if self.source else self.config.loop.steps
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """The resolved configuration by dotted key."""
+        return flatten(configs.as_dict(self.config))
+
+    @property
     def digest(self) -> str:
+        """`digest_among` all keys."""
+        return self.digest_among(self.settings)
+
+    def digest_among(self, known: Collection[str]) -> str:
         """SHA-256 of the resolved configuration, and of that whose policy it evaluates.
 
         It does not count where the run lies, what of it is kept and shown, and the mesh.
+
+        Args:
+            known: dotted keys that there were when the digest was made with which this one is compared. A key
+                that has come since counts only where it is set.
         """
-        plain = configs.as_dict(self.config)
+        plain, unset = self.settings, configs.unset(self.config)
+        plain = {key: value for key, value in plain.items() if key in known or value != unset[key]}
         if self.source is not None:
-            plain["policy_of"] = self.source.digest
+            plain["policy_of"] = self.source.digest_among(known)
         return config_fingerprint(plain, may_change=BESIDE)
 
 

@@ -60,10 +60,13 @@ class SweepRecord:
     Attributes:
         sweep: the file, with what the command line said instead.
         runs: in the order of the matrix.
+        keys: of all its configurations, dotted: those that the digests count. Empty in a record that was
+            made before records had them: its digests count every key there is.
     """
 
     sweep: SweepSection
     runs: tuple[RunRecord, ...]
+    keys: tuple[str, ...] = ()
 
     def arm(self, name: str) -> ArmSection:
         """The arm of that name."""
@@ -93,33 +96,36 @@ def of_folders(
         recorded[cell.name] if cell.name in recorded else _run(cell, sweep, failed.get(cell.name), sharing)
         for cell in cells
     ]
-    return SweepRecord(sweep=sweep, runs=tuple(runs))
+    keys = sorted({key for cell in cells for key in cell.settings})
+    return SweepRecord(sweep=sweep, runs=tuple(runs), keys=tuple(keys))
 
 
 def finished_in(record: SweepRecord, sweep: SweepSection, cells: Sequence[Cell]) -> dict[str, RunRecord]:
     """By name, the runs that need not be run: of the same configuration in the record, and not done here.
 
     The record may have been made elsewhere, and of another sweep, in which the same configuration is an arm
-    of another name. What it did not keep of a run that `sweep` shows makes it another run.
+    of another name. What it did not keep of a run that `sweep` shows makes it another run. A key that has
+    come since it was made does not, where it has its default.
     """
     done = {
         run.digest: run
         for run in record.runs
         if run.state == "done" and run.courses.keys() >= {*sweep.courses}
     }
-    left = [cell for cell in cells if cell.digest in done and progress(cell).state != "done"]
-    return {
-        cell.name: dataclasses.replace(
-            done[cell.digest], name=cell.name, arm=cell.group.arm, factors=dict(cell.group.factors)
-        )
-        for cell in left
-    }
+    found = {}
+    for cell in cells:
+        digest = cell.digest_among(record.keys or cell.settings)
+        if digest in done and progress(cell).state != "done":
+            common: dict[str, Any] = {"name": cell.name, "arm": cell.group.arm, "digest": cell.digest}
+            found[cell.name] = dataclasses.replace(done[digest], factors=dict(cell.group.factors), **common)
+    return found
 
 
 def dump(record: SweepRecord) -> bytes:
     """The record as a file holds it, a run a line; `parse` takes it back."""
     runs = [_line(dataclasses.asdict(run)) for run in record.runs]
-    parts = [f'"format": {FORMAT}', f'"sweep": {_line(to_plain(record.sweep))}', '"runs": [']
+    facts = {"format": FORMAT, "sweep": to_plain(record.sweep), "keys": record.keys}
+    parts = [*(f'"{name}": {_line(fact)}' for name, fact in facts.items()), '"runs": [']
     return ("{\n" + ",\n".join(parts) + "\n" + ",\n".join(runs) + "\n]\n}\n").encode()
 
 
@@ -144,7 +150,8 @@ def parse(path: Path) -> SweepRecord:
             " runs' configurations: a call of the sweep where its runs' folders are writes it anew"
         )
     runs = tuple(RunRecord(**run) for run in plain["runs"])
-    return SweepRecord(sweep=build(SweepSection, plain["sweep"]), runs=runs)
+    keys = tuple(plain.get("keys", ()))
+    return SweepRecord(sweep=build(SweepSection, plain["sweep"]), runs=runs, keys=keys)
 
 
 def _data(cell: Cell) -> RunData | None:

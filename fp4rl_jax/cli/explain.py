@@ -2,8 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fp4rl_jax.cli import _failures, _flags
 
@@ -57,24 +56,15 @@ def explain(config: "Config") -> str:
 
 
 def _settings(config: "Config") -> str:
-    """Every dotted key whose value differs from that of an empty configuration, a line each.
-
-    A plug-in's keys are held against its own defaults: only its name differs where nothing else was set.
-    """
-    from fp4rl_jax.config import Config, as_dict
-    from fp4rl_jax.configuring import build, merge, parse_override
+    """The plug-ins chosen, and every dotted key that differs from their defaults, a line each."""
+    from fp4rl_jax.config import Config, as_dict, unset
     from fp4rl_jax.runs.directory import flatten
 
-    plain = as_dict(config)
-    names = {key: name for key, name in flatten(plain).items() if key.endswith(".name") and key != "run.name"}
-    words = [parse_override(f"{key}={name}") for key, name in names.items()]
-    defaults, empty = flatten(as_dict(build(Config, reduce(merge, words, {})))), flatten(as_dict(Config()))
-
-    def unset(key: str) -> Any:
-        both = key.replace("recipe.trainer.", "recipe.").replace("recipe.rollout.", "recipe.")
-        return empty.get(both) if key in names else defaults.get(key, defaults.get(both))
-
-    shown = [(key, value) for key, value in sorted(flatten(plain).items()) if value != unset(key)]
+    defaults, names = unset(config), flatten(as_dict(Config()))
+    defaults |= {key: names.get(key) for key in defaults if key.endswith(".name")}
+    shown = [
+        (key, value) for key, value in sorted(flatten(as_dict(config)).items()) if value != defaults[key]
+    ]
     return "\n".join(f"{key} = {json.dumps(value)}" for key, value in shown)
 
 

@@ -83,6 +83,23 @@ def test_a_record_satisfies_a_run_of_the_same_configuration_whatever_its_arm_is_
     assert _sweep_record.finished_in(earlier, sweep, cells) == {"bf16-0": done(first)}
 
 
+def test_a_key_that_has_come_since_counts_where_it_is_set(tmp_path):
+    """As if the record were older than `triage.gate.microbatches`: at its default it makes no other run."""
+    cells = cells_of(tmp_path)
+    before = frozenset(cells[0].settings) - {"triage.gate.microbatches"}
+    runs = [done(cell, digest=cell.digest_among(before)) for cell in cells]
+    assert all(run.digest != cell.digest for run, cell in zip(runs, cells, strict=True))
+    sweep = _sweep_file.load(str(tmp_path / "sweep.toml"))
+    earlier = SweepRecord(sweep=sweep, runs=tuple(runs), keys=tuple(before))
+    found = _sweep_record.finished_in(earlier, sweep, cells)
+    assert found == {cell.name: done(cell) for cell in cells}  # under the digests of today
+    whole = dataclasses.replace(earlier, keys=())
+    assert not _sweep_record.finished_in(whole, sweep, cells)
+    word = "triage.gate.microbatches=score_twice"
+    other = cells_of(tmp_path, HEAD.replace("run.progress=off", f'run.progress=off", "{word}'))
+    assert not _sweep_record.finished_in(earlier, sweep, other)
+
+
 def test_a_record_without_a_course_that_the_sweep_shows_satisfies_nothing(tmp_path):
     cells = cells_of(tmp_path)
     sweep = _sweep_file.load(str(tmp_path / "sweep.toml"))
@@ -151,8 +168,8 @@ def test_a_record_is_small_and_a_run_a_line(tmp_path):
     cells = cells_of(tmp_path)
     file = written(tmp_path, *map(done, cells))
     lines = file.read_text().splitlines()
-    assert len(lines) == 4 + len(cells) + 2
-    assert [json.loads(line.rstrip(","))["name"] for line in lines[4:-2]] == [cell.name for cell in cells]
+    assert len(lines) == 5 + len(cells) + 2
+    assert [json.loads(line.rstrip(","))["name"] for line in lines[5:-2]] == [cell.name for cell in cells]
 
 
 @pytest.mark.parametrize(
