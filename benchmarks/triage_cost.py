@@ -37,12 +37,8 @@ from fp4rl_jax.trainer import Learner, TrainState, init_state, update
 PUBLISHED = TriageConfig(gate=GateConfig(scope="q3"), repair=RepairConfig(scope="adv_positive"))
 PER_RESPONSE = dataclasses.replace(PUBLISHED, gate=GateConfig(scope="q3", reduction="response"))
 TWICE = dataclasses.replace(PUBLISHED, gate=GateConfig(scope="q3", microbatches="score_twice"))
-TRIAGES = {
-    "one": {"off": TriageConfig(), "published": PUBLISHED, "per_response": PER_RESPONSE},
-    "several": {
-        "off": TriageConfig(), "published": PUBLISHED, "per_response": PER_RESPONSE, "score_twice": TWICE
-    },
-}  # fmt: skip
+ONE = {"off": TriageConfig(), "published": PUBLISHED, "per_response": PER_RESPONSE}
+TRIAGES = {"one": ONE, "several": ONE | {"score_twice": TWICE}}
 
 
 def batch_of(learner: Learner, shape: rl_step.Shape) -> TrainBatch:

@@ -16,9 +16,6 @@ from fp4rl_jax.arrays import unknown_name
 from fp4rl_jax.cli import _failures
 from fp4rl_jax.cli._flags import Done
 
-#: As a shell reports a command that SIGPIPE ended.
-OUTPUT_CLOSED = 141
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit code (`fp4rl_jax.runs.exit_codes`).
@@ -44,9 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except Done as done:
         return done.code
-    except BrokenPipeError:  # whoever read the output has enough of it, e.g. `| head`
+    except BrokenPipeError:
+        from fp4rl_jax.runs import exit_codes  # here, so that subcommands without a run start at once
+
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OUTPUT_CLOSED
+        return exit_codes.OUTPUT_CLOSED
     except tuple(_failures.expected()) as error:
         return _failures.tell(words[0], error)
 

@@ -87,20 +87,22 @@ class Cell:
 
     @property
     def digest(self) -> str:
-        """`digest_among` all keys."""
-        return self.digest_among(self.settings)
+        """`digest_among` all keys that there are."""
+        return self.digest_among(None)
 
-    def digest_among(self, known: Collection[str]) -> str:
+    def digest_among(self, known: frozenset[str] | None) -> str:
         """SHA-256 of the resolved configuration, and of that whose policy it evaluates.
 
         It does not count where the run lies, what of it is kept and shown, and the mesh.
 
         Args:
             known: dotted keys that there were when the digest was made with which this one is compared. A key
-                that has come since counts only where it is set.
+                that has come since counts only where it is set. None counts every key.
         """
-        plain, unset = self.settings, configs.unset(self.config)
-        plain = {key: value for key, value in plain.items() if key in known or value != unset[key]}
+        plain = self.settings
+        if known is not None and not plain.keys() <= known:
+            unset = configs.unset(self.config)
+            plain = {key: value for key, value in plain.items() if key in known or value != unset[key]}
         if self.source is not None:
             plain["policy_of"] = self.source.digest_among(known)
         return config_fingerprint(plain, may_change=BESIDE)

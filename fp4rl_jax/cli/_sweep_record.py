@@ -112,13 +112,19 @@ def finished_in(record: SweepRecord, sweep: SweepSection, cells: Sequence[Cell])
         for run in record.runs
         if run.state == "done" and run.courses.keys() >= {*sweep.courses}
     }
-    found = {}
-    for cell in cells:
-        digest = cell.digest_among(record.keys or cell.settings)
-        if digest in done and progress(cell).state != "done":
-            common: dict[str, Any] = {"name": cell.name, "arm": cell.group.arm, "digest": cell.digest}
-            found[cell.name] = dataclasses.replace(done[digest], factors=dict(cell.group.factors), **common)
-    return found
+    known = frozenset(record.keys) or None
+    digests = {cell.name: cell.digest_among(known) for cell in cells}
+    left = [cell for cell in cells if digests[cell.name] in done and progress(cell).state != "done"]
+    return {
+        cell.name: dataclasses.replace(
+            done[digests[cell.name]],
+            name=cell.name,
+            arm=cell.group.arm,
+            factors=dict(cell.group.factors),
+            digest=cell.digest,
+        )  # fmt: skip
+        for cell in left
+    }
 
 
 def dump(record: SweepRecord) -> bytes:

@@ -17,7 +17,9 @@ def main(argv: Sequence[str]) -> int:
     """Fetches each named model; exit code 1 if one could not be had, 2 for a name that is not known."""
     values = flags.FlagValues()
     flags.DEFINE_string("models", "models", "the folder that holds all models", flag_values=values)
-    names = _flags.parse(values, argv, name="fetch", summary=f"{SUMMARY}\n\n{_known()}")
+    names = _flags.parse(
+        values, argv, name="fetch", summary=f"{SUMMARY}\n\n{_known()}", words="NAME [NAME ...]"
+    )
     if not names:
         print(f"usage: fp4rl fetch NAME [--models FOLDER]\n\n{_known()}", file=sys.stderr)
         return 2

@@ -18,9 +18,7 @@ from fp4rl_jax.text import Prompt, encode_prompts
 
 SUMMARY = "chat with a model in the terminal, or answer the prompts of a file"
 
-_USAGE = """usage: fp4rl sample [flags]
-
-Without --prompts: a chat; an empty line or Ctrl-D ends it, /new starts over.
+_USAGE = """Without --prompts: a chat; an empty line or Ctrl-D ends it, /new starts over.
 With --prompts FILE: one prompt a line; a line of JSON may hold {"prompt": ...} or {"messages": [...]}.
 """
 

@@ -28,6 +28,8 @@ ARM = 10
 #: SIGTERM or SIGINT arrived, or a sweep's budget is used up, and the state was saved: start the same command
 #: again (`fp4rl train` with `run.resume="must"`).
 SAVED_PLEASE_RESTART = 75
+#: Whoever read the output closed it (`| head`): what a shell reports of a command that SIGPIPE ended.
+OUTPUT_CLOSED = 141
 
 MEANINGS = {
     OK: "finished",
@@ -42,4 +44,5 @@ MEANINGS = {
     CHECK: "`fp4rl check` found something that does not hold",
     ARM: "`fp4rl sweep` is through, and an arm of it failed",
     SAVED_PLEASE_RESTART: "interrupted by a signal or a sweep's budget, and saved: please restart",
+    OUTPUT_CLOSED: "whoever read the output closed it",
 }

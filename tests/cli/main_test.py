@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fp4rl_jax import cli, plugins
+from fp4rl_jax.runs import exit_codes
 
 
 def test_help_lists_every_subcommand_with_its_summary(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,4 +71,4 @@ def test_output_that_nobody_reads_any_more_is_no_traceback() -> None:
     os.close(read)
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, cwd=Path(__file__).parents[2])
     os.close(write)
-    assert done.stderr == b"" and done.returncode == cli.OUTPUT_CLOSED
+    assert done.stderr == b"" and done.returncode == exit_codes.OUTPUT_CLOSED

@@ -85,8 +85,13 @@ def test_a_record_satisfies_a_run_of_the_same_configuration_whatever_its_arm_is_
 
 def test_a_key_that_has_come_since_counts_where_it_is_set(tmp_path):
     """As if the record were older than `triage.gate.microbatches`: at its default it makes no other run."""
-    cells = cells_of(tmp_path)
-    before = frozenset(cells[0].settings) - {"triage.gate.microbatches"}
+    text = HEAD.replace(
+        '"recipe.name=bf16"', '"recipe.name=quads"'
+    )  # the policy's source has keys of its own
+    cells = cells_of(tmp_path, text)
+    every = frozenset(key for cell in cells for key in cell.settings)
+    assert [cell.digest_among(every) for cell in cells] == [cell.digest for cell in cells]
+    before = every - {"triage.gate.microbatches"}
     runs = [done(cell, digest=cell.digest_among(before)) for cell in cells]
     assert all(run.digest != cell.digest for run, cell in zip(runs, cells, strict=True))
     sweep = _sweep_file.load(str(tmp_path / "sweep.toml"))
@@ -96,7 +101,7 @@ def test_a_key_that_has_come_since_counts_where_it_is_set(tmp_path):
     whole = dataclasses.replace(earlier, keys=())
     assert not _sweep_record.finished_in(whole, sweep, cells)
     word = "triage.gate.microbatches=score_twice"
-    other = cells_of(tmp_path, HEAD.replace("run.progress=off", f'run.progress=off", "{word}'))
+    other = cells_of(tmp_path, text.replace("run.progress=off", f'run.progress=off", "{word}'))
     assert not _sweep_record.finished_in(earlier, sweep, other)
 
 
