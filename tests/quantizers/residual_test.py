@@ -9,7 +9,7 @@ import pytest
 
 from fp4rl_jax import formats
 from fp4rl_jax.quantizers import Quantizer, residual
-from fp4rl_jax.quantizers.residual import ChannelStats, Columns, OutlierClamp, Residual
+from fp4rl_jax.quantizers.residual import ChannelStats, Columns, OutlierClamp, Residual, _base
 
 NVFP4 = Quantizer(formats.make("nvfp4", outer="row"))
 MXFP4 = Quantizer(formats.make("mxfp4"))
@@ -70,6 +70,40 @@ def test_channels_of_each_token_and_ties() -> None:
     selection = residual.make("channels", scope="token")
     assert isinstance(selection, Columns)
     np.testing.assert_array_equal(selection.chosen(r, r, block=16), [[1, 3], [0, 1]])
+
+
+@pytest.mark.parametrize("units", [1, 7, 36, 128, 129])
+def test_counting_keeps_what_sorting_keeps(units: int, rng: np.random.Generator) -> None:
+    """Many ties, a row of zeros, an infinite score; one row alone as well."""
+    scores = rng.integers(0, 5, size=(16, units)).astype(np.float32)
+    scores[0], scores[1, -1] = 0.0, np.inf
+    for count in sorted({1, max(1, units // 3), units}):
+        expected = np.zeros(scores.shape, bool)
+        order = np.argsort(-scores, axis=-1, kind="stable")[:, :count]
+        np.put_along_axis(expected, order, True, axis=-1)
+        np.testing.assert_array_equal(_base.largest(jnp.asarray(scores), count), expected)
+        np.testing.assert_array_equal(_base.largest(jnp.asarray(scores[3]), count), expected[3])
+
+
+@pytest.mark.parametrize("scope", ["call", "token"])
+@pytest.mark.parametrize("fmt", [("nvfp4", "row"), ("nvfp4", "tensor"), ("mxfp4", None), ("hif4", "row")])
+def test_blocks_quantized_in_place_are_those_quantized_apart(
+    fmt: tuple[str, str | None], scope: str, rng: np.random.Generator
+) -> None:
+    """Q(R_I) of the columns of I alone, put back: same values and outer scales; the last block is ragged."""
+    name, outer = fmt
+    quantizer = Quantizer(formats.make(name, **({"outer": outer} if outer else {})))
+    r = jnp.asarray(rng.normal(size=(9, 200)) * rng.random((9, 200)) ** 3, jnp.float32)
+    selection = residual.make("blocks", scope=scope)
+    assert isinstance(selection, Columns)
+    second = Residual(selection=selection, quantizer=quantizer, order="select_first")
+    values, scales = second.of(r, r, dtype=jnp.float32)
+    columns = selection.chosen(r, r, block=second.block)
+    columns = jnp.broadcast_to(columns, (9, columns.shape[-1]))
+    apart, expected = quantizer.inner(jnp.take_along_axis(r, columns, axis=-1), dtype=jnp.float32)
+    np.testing.assert_array_equal(values, residual.placed(apart, columns, r.shape))
+    np.testing.assert_array_equal(np.asarray(scales), np.asarray(expected))
+    assert np.count_nonzero(values)
 
 
 def test_static_columns_come_from_statistics_of_every_layer() -> None:

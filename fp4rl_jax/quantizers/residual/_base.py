@@ -119,3 +119,25 @@ def top(scores: Array, count: int) -> Array:
     """Indices [..., count] int32, ascending, of the largest scores; ties go to the lower index."""
     order = jnp.argsort(-scores, axis=-1, stable=True)[..., :count]
     return jnp.sort(order, axis=-1).astype(jnp.int32)
+
+
+#: Units of a row up to which `largest` counts: for more of them a sort is less work and a smaller program.
+COUNTED = 128
+
+
+def largest(scores: Array, count: int) -> Array:
+    """bool [..., units], True at the `count` largest of non-negative scores; ties go to the lower index.
+
+    The same units as `top` gives, by counting for each how many come before it: a few vector instructions
+    where a sort of many short rows takes scalar ones.
+    """
+    units = scores.shape[-1]
+    if units > COUNTED:
+        dropped = jnp.zeros(scores.shape, bool)
+        return jnp.put_along_axis(dropped, top(scores, count), True, axis=-1, inplace=False)
+    place = jnp.arange(units)
+    before = jnp.zeros(scores.shape, jnp.int32)
+    for other in range(units):
+        score = scores[..., other : other + 1]
+        before += jnp.where(place > other, score >= scores, score > scores).astype(jnp.int32)
+    return before < count

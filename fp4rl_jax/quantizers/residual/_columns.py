@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from fp4rl_jax.arrays import Array, check_name
-from fp4rl_jax.quantizers.residual._base import Selection, number_kept, ordered_sum, runs, top
+from fp4rl_jax.formats._base import once
+from fp4rl_jax.quantizers.residual._base import Selection, largest, number_kept, ordered_sum, runs, top
 
 Score = Literal["l2", "max", "act_max"]
 Scope = Literal["static", "call", "token"]
@@ -101,32 +102,38 @@ class Columns(Selection):
 
     def choose(self, stats: ChannelStats, *, block: int) -> Array:
         """Columns [..., k] int32, ascending, with the largest score in `stats` ([..., K] leaves)."""
-        per_channel = {"l2": stats.energy, "max": stats.residual_max, "act_max": stats.act_max}
-        return self._best(per_channel[self.score], block)
+        return self._best(self._by_channel(stats), block)
 
     def chosen(self, residual: Array, x: Array, *, block: int) -> Array:
         """Columns of this call: [k], or [M, k] with scope "token"; arguments as in `mask`."""
+        return self._best(self._seen(residual, x, block), block)
+
+    def mask(self, residual: Array, x: Array, *, block: int) -> Array:
+        scores, unit = self._scores(self._seen(residual, x, block), block), self.unit(block)
+        kept = once(largest(once(scores), self.num_columns(x.shape[-1], block) // unit))
+        kept = jnp.repeat(jnp.atleast_2d(kept), unit, axis=-1)
+        return jnp.pad(kept, ((0, 0), (0, x.shape[-1] - kept.shape[-1])))  # no ragged last unit
+
+    def _seen(self, residual: Array, x: Array, block: int) -> Array:
+        """What this call's scores are made of, a channel: [K], or [M, K] with scope "token"."""
         if self.scope == "static":
             raise ValueError(f"selection {self.name} with scope='static' is chosen at publish, not by a call")
         if self.scope == "call":
-            return self.choose(channel_stats(residual, x, jnp.ones(len(x), bool)), block=block)
+            return self._by_channel(channel_stats(residual, x, jnp.ones(len(x), bool)))
         value = jnp.abs(x if self.score == "act_max" else residual)
-        return self._best(value * value if self.score == "l2" else value, block)
+        return value * value if self.score == "l2" else value
 
-    def mask(self, residual: Array, x: Array, *, block: int) -> Array:
-        return placed_mask(self.chosen(residual, x, block=block), x.shape)
+    def _by_channel(self, stats: ChannelStats) -> Array:
+        return {"l2": stats.energy, "max": stats.residual_max, "act_max": stats.act_max}[self.score]
+
+    def _scores(self, per_channel: Array, block: int) -> Array:
+        """[..., K] -> [..., units], whole units only."""
+        length, unit = per_channel.shape[-1], self.unit(block)
+        whole = runs(per_channel[..., : length // unit * unit], unit)  # [..., units, unit]
+        return ordered_sum(whole) if self.score == "l2" else jnp.max(whole, axis=-1)
 
     def _best(self, per_channel: Array, block: int) -> Array:
         length, unit = per_channel.shape[-1], self.unit(block)
-        count = self.num_columns(length, block) // unit
-        whole = runs(per_channel[..., : length // unit * unit], unit)  # [..., units, unit]
-        scores = ordered_sum(whole) if self.score == "l2" else jnp.max(whole, axis=-1)
-        best = top(scores, count)
+        best = top(self._scores(per_channel, block), self.num_columns(length, block) // unit)
         return (best[..., None] * unit + jnp.arange(unit)).reshape(*best.shape[:-1], -1)
 
-
-def placed_mask(columns: Array, shape: tuple[int, ...]) -> Array:
-    """bool [1, K] or [M, K], True at the given columns [k] or [M, k]."""
-    columns = jnp.atleast_2d(columns)
-    rows = jnp.arange(columns.shape[0])[:, None]
-    return jnp.zeros((columns.shape[0], shape[-1]), bool).at[rows, columns].set(True)

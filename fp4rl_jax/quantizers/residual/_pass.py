@@ -11,7 +11,7 @@ from fp4rl_jax.arrays import Array, check_name
 from fp4rl_jax.formats._base import narrow_exact, once
 from fp4rl_jax.quantizers.quantizer import Quantizer
 from fp4rl_jax.quantizers.residual._base import Order, Selection
-from fp4rl_jax.quantizers.residual._columns import Columns, placed_mask
+from fp4rl_jax.quantizers.residual._columns import Columns
 from fp4rl_jax.quantizers.rounding import Hint, Nearest
 
 #: Values without their outer scale, and the outer scale (None where there is none).
@@ -192,6 +192,10 @@ class Residual(Correction):
             mask = self.selection.mask(values.astype(jnp.float32), x, block=self.block)
             return jnp.where(mask, values, jnp.zeros_like(values)), outer
         assert isinstance(self.selection, Columns)  # checked
+        if self.selection.unit(self.block) == self.block:  # what is dropped shares no block with what is kept
+            mask = self.selection.mask(residual.astype(jnp.float32), x, block=self.block)
+            kept = once(jnp.where(mask, residual, jnp.zeros_like(residual)))
+            return self.quantizer.inner(kept, dtype=dtype, outer_scale=outer_scale)
         columns = self.selection.chosen(residual.astype(jnp.float32), x, block=self.block)
         values, outer = self._at(residual, columns, dtype, outer_scale)
         return placed(values, columns, residual.shape), outer
@@ -233,4 +237,4 @@ def placed(values: Array, columns: Array, shape: tuple[int, ...]) -> Array:
     return jnp.zeros(shape, values.dtype).at[rows, columns].set(values)
 
 
-__all__ = ["Correction", "Quantized", "Residual", "Scaled", "placed", "placed_mask"]
+__all__ = ["Correction", "Quantized", "Residual", "Scaled", "placed"]
