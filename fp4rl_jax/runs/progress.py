@@ -63,7 +63,7 @@ def clock(seconds: float) -> str:
 class Rate:
     """Seconds a step and the time left, from the steps seen so far, the first one apart.
 
-    The first step compiles, so it tells nothing about the ones to come unless it is the only one.
+    The first step's time holds what compiles and evaluates before it: it says nothing of those to come.
     """
 
     def __init__(self, total: int, start: int):
@@ -89,6 +89,13 @@ class Rate:
         """The time left as h:mm:ss."""
         return clock(self.step_seconds * max(self._total - self._done, 0))
 
+    @property
+    def pace(self) -> str:
+        """Both, as they are shown; the first step's seconds alone while there is no other."""
+        if self._done == self._first + 1:
+            return f"first step after {self.step_seconds:.1f} s"
+        return f"{self.step_seconds:.2f} s/step  {self.left} left"
+
 
 class _Lines:
     """One plain line a step."""
@@ -98,8 +105,7 @@ class _Lines:
 
     def advance(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._rate.advance(step)
-        pace = f"{self._rate.step_seconds:.2f} s/step  left {self._rate.left}"
-        self.message(f"step {step + 1}/{self._total}  {summary(metrics)}  {pace}")
+        self.message(f"step {step + 1}/{self._total}  {summary(metrics)}  {self._rate.pace}")
 
     def message(self, text: str) -> None:
         if self._stream is not None:
@@ -132,8 +138,7 @@ class _Bar:
 
     def advance(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._rate.advance(step)
-        pace = f"{self._rate.step_seconds:.2f} s/step, {self._rate.left} left"
-        self._bar.update(self._task, completed=step + 1, pace=pace, numbers=summary(metrics))
+        self._bar.update(self._task, completed=step + 1, pace=self._rate.pace, numbers=summary(metrics))
 
     def message(self, text: str) -> None:
         self._bar.console.print(text, markup=False, highlight=False)

@@ -17,21 +17,24 @@ def test_off_a_terminal_there_is_one_plain_line_a_step():
     progress = make_progress("auto", total=3, start=1, stream=stream)
     progress.message("evaluating")
     progress.advance(1, {"reward_mean": 0.25, "mismatch_kl": 1.5e-5, "loss": None})
+    progress.advance(2, {})
     progress.close()
-    first, second = stream.getvalue().splitlines()
+    first, second, third = stream.getvalue().splitlines()
     assert first == "evaluating"
     assert second.startswith("step 2/3  reward_mean 0.25  mismatch_kl 1.5e-05  ")
-    assert " s/step  left 0:00:0" in second and "\x1b" not in stream.getvalue()
+    assert second.endswith("  first step after 0.0 s") and "left" not in second
+    assert third.endswith(" s/step  0:00:00 left") and "\x1b" not in stream.getvalue()
 
 
 def test_on_a_terminal_there_is_a_bar_with_rate_and_time_left():
     stream = Terminal()
     progress = make_progress("auto", total=4, stream=stream)
     progress.message("evaluating [1]")
-    progress.advance(0, {"reward_mean": 0.25})
+    progress.advance(0, {})
+    progress.advance(1, {"reward_mean": 0.25})
     progress.close()
     text = stream.getvalue()
-    assert "evaluating [1]" in text and "1/4" in text and "reward_mean 0.25" in text and "left" in text
+    assert "evaluating [1]" in text and "2/4" in text and "reward_mean 0.25" in text and "left" in text
 
 
 def test_off_prints_nothing():

@@ -52,7 +52,7 @@ def undrawn(monkeypatch):
     """Leaves the pictures out where a test is about something else."""
 
     def folder_only(_, folder: Path) -> dict[str, Path]:
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         return {}
 
     monkeypatch.setattr(plots, "draw", folder_only)
@@ -107,6 +107,27 @@ def test_gaps_of_float_rounding_are_one_level_in_a_band_that_says_so(tmp_path):
     assert panel.rounding is not None and set(drawn[11:]) == {plots.in_band(panel.rounding)}
     assert panel.rounding / 10 < plots.in_band(panel.rounding) < panel.rounding
     assert [text.get_text() for text in axes.texts] == ["below 5e-11: the sides agree to float32 rounding"]
+
+
+def test_a_line_at_zero_lies_above_the_edge_of_its_picture():
+    from matplotlib.figure import Figure
+
+    panel = next(panel for panel in panels.PANELS if panel.scale == "share")
+    series = [{"step": step, panel.key.replace("*", "mlp/down"): 0.0} for step in range(3)]
+    axes = Figure().subplots()
+    plots._draw_panel(axes, [data.RunData(path=Path("a"), label="a", metrics=series)], panel, legend=False)
+    (line,) = axes.lines
+    assert axes.get_ylim()[0] < 0 and not np.any(line.get_ydata())
+
+
+def test_the_shape_that_a_checkpoint_replaces_is_not_shown(tmp_path, undrawn):
+    """`model.shape` makes a random model only where `model.path` names none."""
+    run = make_run(tmp_path, "a")
+    for path, shown in ((None, True), ("models/smollm2", False)):
+        config = {"model": {"path": path, "shape": {"num_layers": 977}}}
+        (run / "config.json").write_text(json.dumps(config))
+        text = report.build([run]).page.read_text()
+        assert ("977" in text) == shown and ("models/smollm2" in text) != shown
 
 
 def test_several_runs_are_overlaid_and_their_differences_listed(tmp_path, monkeypatch):

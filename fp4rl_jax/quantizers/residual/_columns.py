@@ -136,4 +136,3 @@ class Columns(Selection):
         length, unit = per_channel.shape[-1], self.unit(block)
         best = top(self._scores(per_channel, block), self.num_columns(length, block) // unit)
         return (best[..., None] * unit + jnp.arange(unit)).reshape(*best.shape[:-1], -1)
-

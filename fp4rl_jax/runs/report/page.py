@@ -222,13 +222,21 @@ def _sample(sample: Mapping[str, Any]) -> str:
 def _provenance(runs: list[RunData]) -> str:
     parts = []
     for run in runs:
-        for name, values in (("configuration", run.config), ("manifest", run.manifest)):
+        for name, values in (("configuration", _used(run.config)), ("manifest", run.manifest)):
             if values:
                 text = escape(json.dumps(values, indent=2, ensure_ascii=False))
                 parts.append(
                     f"<details><summary>{escape(run.label)}: {name}</summary><pre>{text}</pre></details>"
                 )
     return "<h2>What ran</h2>\n" + "".join(parts) if parts else ""
+
+
+def _used(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration without `model.shape` where `model.path` names a model, which brings its own."""
+    model = config.get("model", {})
+    if model.get("path") is None:
+        return config
+    return {**config, "model": {key: value for key, value in model.items() if key != "shape"}}
 
 
 def _labelled(index: int, run: RunData) -> str:

@@ -18,7 +18,7 @@ class Panel:
         title: what a reader calls it.
         unit: the label of the y axis.
         key: the metrics key; one with a "*" stands for the mean over all keys that match.
-        scale: the y axis; "share" is linear in percent from 0.
+        scale: the y axis; "share" is linear in percent from just below 0.
         hint: one sentence on what good looks like.
         rounding: for a log axis, the value below which a number says no more than that both sides agree to
             float32 rounding; such values are drawn as one level in a band that says so.

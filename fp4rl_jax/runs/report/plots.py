@@ -125,7 +125,8 @@ def _draw_panel(axes: Any, runs: Sequence[RunData], panel: Panel, *, legend: boo
     if floor is not None:
         log_axis(axes)
     if panel.scale == "share":
-        axes.set_ylim(bottom=0)
+        top = axes.get_ylim()[1]
+        axes.set_ylim(-top / 25, top)  # so that a line at 0 is seen
         axes.yaxis.set_major_formatter(_percent())
     if legend and len(runs) > 1:
         _legend(axes)
