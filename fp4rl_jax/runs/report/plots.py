@@ -126,7 +126,7 @@ def _draw_panel(axes: Any, runs: Sequence[RunData], panel: Panel, *, legend: boo
         log_axis(axes)
     if panel.scale == "share":
         top = axes.get_ylim()[1]
-        axes.set_ylim(-top / 25, top)  # so that a line at 0 is seen
+        axes.set_ylim(-0.05 * top, 1.05 * top)  # so that a flat line is not on an edge
         axes.yaxis.set_major_formatter(_percent())
     if legend and len(runs) > 1:
         _legend(axes)
