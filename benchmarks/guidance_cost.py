@@ -69,6 +69,14 @@ def least(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, dict[s
     return {"kernel": {n: min(s) for n, s in taken.items()}, "wall": {n: min(s) for n, s in walls.items()}}
 
 
+def shares(found: dict[str, dict[str, dict[str, float]]]) -> dict[str, float]:
+    """What the arm "with" takes more than "without": of each phase that has both, and of their sum."""
+    kernel = {phase: one["kernel"] for phase, one in found.items()}
+    if all(phase in kernel for phase in PHASES):
+        kernel["both"] = {name: sum(kernel[phase][name] for phase in PHASES) for name in ARMS}
+    return {phase: arm["with"] / arm["without"] - 1 for phase, arm in kernel.items() if "with" in arm}
+
+
 def sampler_of(config: ModelConfig, side: Side, params: Any, shape: rl_step.Shape) -> Callable[[], Rollouts]:
     """A function that samples rows of full length."""
     seen = jax.tree.map(jnp.ones_like, calibrate.empty(config, side))  # of no effect on the times
@@ -161,17 +169,11 @@ def main() -> None:
     if asked.trained is not None and asked.group != 1:
         parser.error(f"--trained {asked.trained} with --group {asked.group}: expected --group 1")
     config = rl_step.shallow(MODELS[asked.model], asked.layers)
-    shape = rl_step.Shape(
-        prompts=asked.prompts, group=asked.group, prompt_width=asked.prompt_width, tokens=asked.tokens,
-        microbatch=asked.microbatch or asked.prompts * asked.group,
-    )  # fmt: skip
+    shape = rl_step.shape_of(asked)
     if "stream" in asked.phases and shape.microbatch >= shape.rows:
         parser.error(f"--microbatch {asked.microbatch}: stream needs it below the {shape.rows} rows")
     calls = calls_of(config, asked, shape)
     found = {phase: least(getattr(calls, phase), asked.repeats) for phase in asked.phases}
-    kernel = {phase: one["kernel"] for phase, one in found.items()}
-    if all(phase in kernel for phase in PHASES):
-        kernel["both"] = {name: sum(kernel[phase][name] for phase in PHASES) for name in ARMS}
     _, rollout = rl_step.sides("trace", config)
     record: dict[str, Any] = {
         **provenance.facts(),
@@ -181,7 +183,7 @@ def main() -> None:
         "bytes a token": guidance.record_bytes(config, rollout.specs, rollout.kv),
         "seconds": found,
         "equal": equalities(calls.stream) if "stream" in asked.phases else None,
-        "share": {phase: arm["with"] / arm["without"] - 1 for phase, arm in kernel.items() if "with" in arm},
+        "share": shares(found),
     }
     asked.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({key: record[key] for key in ("seconds", "equal", "share")}, indent=1))

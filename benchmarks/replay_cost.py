@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import provenance
 import rl_step
-from guidance_cost import ARMS, PHASES, least, sampler_of, update_of
+from guidance_cost import ARMS, least, sampler_of, shares, update_of
 
 from fp4rl_jax import models
 from fp4rl_jax.models import ModelConfig
@@ -52,13 +52,6 @@ def seconds_of(config: ModelConfig, asked: argparse.Namespace, shape: rl_step.Sh
     return {"rollout": least(samplers, asked.repeats), "update": least(updates, asked.repeats)}
 
 
-def shares(found: dict[str, Any]) -> dict[str, float]:
-    """What the arm with replay takes more, of each phase and of their sum."""
-    kernel = {phase: found[phase]["kernel"] for phase in PHASES}
-    kernel["both"] = {name: sum(kernel[phase][name] for phase in PHASES) for name in ARMS}
-    return {phase: arm["with"] / arm["without"] - 1 for phase, arm in kernel.items()}
-
-
 def main() -> None:
     """Measures both arms and prints the shares."""
     parser = argparse.ArgumentParser(
@@ -77,10 +70,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     config = rl_step.shallow(MODELS[asked.model], asked.layers)
-    shape = rl_step.Shape(
-        prompts=asked.prompts, group=asked.group, prompt_width=asked.prompt_width, tokens=asked.tokens,
-        microbatch=asked.microbatch or asked.prompts * asked.group,
-    )  # fmt: skip
+    shape = rl_step.shape_of(asked)
     found = seconds_of(config, asked, shape)
     record = {
         **provenance.facts(), "model": dataclasses.asdict(config), "shape": dataclasses.asdict(shape),

@@ -74,6 +74,12 @@ class Shape:
         return self.prompts * self.group
 
 
+def shape_of(options: argparse.Namespace) -> Shape:
+    """The shape that a command line asks for; without a microbatch all rows at once."""
+    asked = {field.name: getattr(options, field.name) for field in dataclasses.fields(Shape)}
+    return Shape(**asked | {"microbatch": options.microbatch or options.prompts * options.group})
+
+
 class Turns:
     """Who uses the device: everybody who compiles at a time, or one who times."""
 
@@ -359,8 +365,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.lock:
         TURNS.join(options.lock)
-    names = [field.name for field in dataclasses.fields(Shape)]
-    shape = Shape(**{name: getattr(options, name) for name in names})
+    shape = shape_of(options)
     record: dict[str, Any] = {
         **provenance.facts(),
         "model": options.model,

@@ -145,10 +145,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    shape = rl_step.Shape(
-        prompts=options.prompts, group=options.group, prompt_width=options.prompt_width,
-        tokens=options.tokens, microbatch=options.microbatch,
-    )  # fmt: skip
+    shape = rl_step.shape_of(options)
     found = measure(options, shape)
     record = {
         **provenance.facts(),
